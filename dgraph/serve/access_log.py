@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from dgraph.serve.refusal import Refusal
+
 LOGGER = logging.getLogger("dgraph.access")
 """Where lines go, at level INFO; who serves chooses the handlers."""
+PROBES = ("/health", "/ready", "/ping")
+"""Paths by which a supervisor asks how a server is: they are always answered, and tell nothing else."""
 
 
 @dataclass
@@ -24,8 +28,9 @@ class Record:
         method, path: of HTTP.
         client: host and port.
         status: of the answer; 499 where the client left before there was one.
+        size: bytes of its body.
         began: on the monotonic clock.
-        facts: what whoever answers adds: the model, tokens, times, how choices ended.
+        facts: what whoever answers adds: the model, tokens, times, how choices ended; why it was refused.
     """
 
     request_id: str
@@ -33,13 +38,19 @@ class Record:
     path: str
     client: Any
     status: int = 499
+    size: int = 0
     began: float = field(default_factory=time.monotonic)
     facts: dict[str, Any] = field(default_factory=dict)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Note that it is answered so."""
+        self.status = refusal.status
+        self.facts |= {"error": refusal.message, "code": refusal.code}
 
 
 def write(record: Record) -> None:
     """Write one line; requests for health, readiness and metrics that went well are left out."""
-    quiet = record.path in ("/health", "/ready", "/metrics", "/ping") and record.status == 200
+    quiet = record.path in (*PROBES, "/metrics") and record.status == 200
     if quiet or not LOGGER.isEnabledFor(logging.INFO):
         return
     now = time.time()

@@ -23,7 +23,7 @@ from dgraph.serve.refusal import Refusal
 from dgraph.serve.running import Running
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
-from dgraph.serve.streams import StreamResponse, WholeResponse, refusal_response
+from dgraph.serve.streams import RefusalResponse, StreamResponse, WholeResponse
 from dgraph.serve.translate import Order, chat_order, completion_order
 from dgraph.viewer import FILES
 
@@ -48,7 +48,7 @@ def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
     _add_answers(app, lifetime, settings, metrics)
     _add_decisions(app, lifetime, settings, metrics)
     _add_page(app)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(Guard, settings=settings, lifetime=lifetime)
     if settings.allowed_origins:  # around the guard, whose refusals such pages read, too
         origins = list(settings.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -165,20 +165,20 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Exception) -> Response:
         assert isinstance(refusal, Refusal)
-        return refusal_response(refusal)
+        return RefusalResponse(refusal)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return refusal_response(_described(error.errors()))
+        return RefusalResponse(_described(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 400:  # what is too deep or too large for a reader of JSON
-            return refusal_response(NO_JSON)
+            return RefusalResponse(NO_JSON)
         found = Refusal(error.status_code, str(error.detail), code={404: "not_found"}.get(error.status_code))
-        return JSONResponse(found.body, found.status, {**found.headers, **(error.headers or {})})
+        return RefusalResponse(found, error.headers)
 
 
 def _described(errors: Sequence[Any]) -> Refusal:

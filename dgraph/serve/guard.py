@@ -1,4 +1,4 @@
-"""What every request passes: an id, a key, a body that came whole and is not too large, a line in the log."""
+"""What every request passes: an id, a host, a key, a body that came whole and is not too large, a line in the log."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dgraph.serve.access_log import Record, write
-from dgraph.serve.refusal import Refusal
+from dgraph.serve.access_log import PROBES, Record
+from dgraph.serve.lifetime import Lifetime
+from dgraph.serve.refusal import Refusal, unavailable
 from dgraph.serve.settings import ServeSettings
-from dgraph.serve.streams import refusal_response
+from dgraph.serve.streams import RefusalResponse
 
 LOGGER = logging.getLogger("dgraph.serve")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
 """An id that a client gives with a request."""
 DROPPED = 64 << 20
 """Bytes of a refused body that are read all the same, at most."""
+SIGNS = {",": 1 << 18, "[": 1 << 15, "{": 1 << 15}
+"""How often these may be in a body, in texts or not: a million of what they begin takes a second to read, and every
+stream waits meanwhile.
+"""
+RETRY = 1.0
+"""Seconds after which a client asks again where there was no room."""
+CLOSE = {"Connection": "close"}
+"""Of an answer to a request whose rest is not waited for."""
+CROWDED = "crowded"
+"""The entry of a scope that says whether its connection is one more than a server has room for."""
 
 
 class ClientLeft(Exception):
@@ -36,9 +47,11 @@ class Guard:
     Every request has a `Record` in its scope, under "record", that whoever answers adds to.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings):
-        self._app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: ServeSettings, lifetime: Lifetime):
+        self._app, self._settings, self._lifetime = app, settings, lifetime
         self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
+        self._hosts = frozenset(map(_name, settings.allowed_hosts))
+        self._held, self._most_held = 0, max(settings.max_held_bytes, settings.max_body_bytes)  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -51,12 +64,16 @@ class Guard:
         answering = _Answering(send, record)
         try:
             try:
+                if scope["path"] not in PROBES:
+                    self._check_room(scope)
+                    self._check_host(headers)
                 self._check_key(scope)
                 receive = await self._with_body(scope, receive)
             except Refusal as refusal:
                 if refusal.status != 408 and _closes(scope):
                     await self._drop_body(receive)
-                await refusal_response(refusal)(scope, receive, answering)
+                closing = CLOSE if refusal.status == 408 or scope.get(CROWDED) else None
+                await RefusalResponse(refusal, closing)(scope, receive, answering)
                 return
             await self._app(scope, receive, answering)
         except ClientLeft:
@@ -66,9 +83,24 @@ class Guard:
             if answering.begun:
                 raise  # so that the connection is closed: the client sees that something is missing
             broken = Refusal(500, "the server failed; its log says why.", code="internal")
-            await refusal_response(broken)(scope, receive, answering)
+            await RefusalResponse(broken)(scope, receive, answering)
         finally:
-            write(record)
+            self._held -= record.size
+            self._lifetime.ended(record)
+
+    def _check_room(self, scope: Scope) -> None:
+        if scope.get(CROWDED):
+            raise unavailable("the server has no room for more connections now.", "busy", RETRY)
+
+    def _check_host(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        given = _header(headers, b"host").decode("latin-1")
+        host = _name(re.sub(r":[0-9]*$", "", given))
+        if host and self._hosts and "*" not in self._hosts and host not in self._hosts:
+            raise Refusal(
+                403,
+                "this server is not asked by that name (the Host header); `dgraph serve --allowed-host NAME` adds one.",
+                code="host_not_allowed",
+            )
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # where the application is mounted
@@ -84,10 +116,10 @@ class Guard:
         """The same messages, with the body in one of them."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
-        most, parts, size = self._settings.max_body_bytes, [], 0
+        record, most, body = scope["record"], self._settings.max_body_bytes, bytearray()
         said = _header(scope["headers"], b"content-length")
         if said.isdigit() and int(said[:20]) > most:
-            raise self._too_large(most)
+            raise _too_large(most, int(said[:20]))
         try:
             async with asyncio.timeout(self._settings.body_timeout):
                 more = True
@@ -95,14 +127,21 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientLeft
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > most:
-                        raise self._too_large(most)
+                    body += (part := message.get("body", b""))
+                    self._held, record.size = self._held + len(part), record.size + len(part)
+                    if record.size > most:
+                        raise _too_large(most, record.size)
+                    if self._held > self._most_held:
+                        raise unavailable("the server holds too many large requests now.", "busy", RETRY)
                     more = message.get("more_body", False)
         except TimeoutError:
             raise Refusal(408, "the body of the request did not come in time.", code="timeout") from None
-        whole = [b"".join(parts)]
+        for sign, often in SIGNS.items():
+            if (count := body.count(sign.encode())) > often:
+                got = f"this one has {count}"
+                raise Refusal(413, f"the body of a request has {often} of {sign!r} at most; {got}.", code="too_large")
+        whole = [bytes(body)]
+        del body
 
         async def replay() -> Message:
             if whole:
@@ -124,10 +163,6 @@ class Guard:
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
 
-    @staticmethod
-    def _too_large(most: int) -> Refusal:
-        return Refusal(413, f"the body of a request has at most {most} bytes here.", code="too_large")
-
 
 class _Answering:
     """Sends with the request's id, and notes the status; `begun`: whether there was one."""
@@ -141,6 +176,16 @@ class _Answering:
             headers = [*message.get("headers", ()), (b"x-request-id", self._record.request_id.encode())]
             message = {**message, "headers": headers}
         await self._send(message)
+
+
+def _too_large(most: int, size: int) -> Refusal:
+    got = f"this one has {size} or more"
+    return Refusal(413, f"the body of a request has at most {most} bytes here; {got}.", code="too_large")
+
+
+def _name(host: str) -> str:
+    """A host as names are compared."""
+    return host.strip().lower().removesuffix(".")
 
 
 def any_equal(digest: bytes, known: Sequence[bytes]) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
 from dgraph.engine.engine import Engine, EngineClosed
+from dgraph.serve.access_log import Record, write
 from dgraph.serve.refusal import Refusal, unavailable
 from dgraph.serve.served_model import ServedModel
 
@@ -31,12 +33,16 @@ class Lifetime:
         models: by the names that clients call them; empty while the server loads.
         started: seconds on the monotonic clock.
         draining: whether it takes no more requests, and ends those that there are.
+        refused: requests that were answered with an error, by status; 499 where the client left before.
+        dropped: connections that the server closed, by why.
     """
 
     def __init__(self) -> None:
         self.models: Mapping[str, ServedModel] = {}
         self.started = time.monotonic()
         self.draining = False
+        self.refused: Counter[int] = Counter()
+        self.dropped: Counter[str] = Counter()
         self._running: set[Answering] = set()
         self._idle = asyncio.Event()
 
@@ -92,6 +98,12 @@ class Lifetime:
         self._running.discard(running)
         if not self._running:
             self._idle.set()
+
+    def ended(self, record: Record) -> None:
+        """A request of any kind has its answer: count it if that is an error, and write its line of the log."""
+        if record.status >= 400:
+            self.refused[record.status] += 1
+        write(record)
 
     async def drain(self, timeout: float) -> None:
         """Take no more requests, and wait for those that there are; end them when so many seconds are over."""

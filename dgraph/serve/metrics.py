@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -208,7 +208,7 @@ class Pace:
 
 
 class Metrics(Collector):
-    """All of a server's models."""
+    """All of a server's models, what it refused, and its process."""
 
     media_type = CONTENT_TYPE_LATEST
 
@@ -217,6 +217,7 @@ class Metrics(Collector):
         self._meters: dict[str, Meter] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def of(self, name: str) -> Meter:
         """What is noted of one model's requests."""
@@ -231,7 +232,7 @@ class Metrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric of every model."""
+        """Every metric."""
         models = list(self._lifetime.models.values())
         labels = [(model.id, str(place)) for place, model in enumerate(models)]
         stats = [model.stats for model in models]
@@ -258,6 +259,19 @@ class Metrics(Collector):
                     found = meter.histograms[name]
                     histogram.add_metric(label, found.buckets(), found.total)
                 yield histogram
+
+        yield from self._turned_away()
+
+    def _turned_away(self) -> Iterator[Metric]:
+        """What no model has a part in."""
+        lifetime = self._lifetime
+        refused = CounterMetricFamily("dgraph:refusals", "Requests answered with an error.", labels=["status"])
+        for status, count in sorted(lifetime.refused.items()):
+            refused.add_metric([str(status)], count)
+        dropped = CounterMetricFamily("dgraph:dropped_connections", "Closed by the server.", labels=["reason"])
+        for reason, count in sorted(lifetime.dropped.items()):
+            dropped.add_metric([reason], count)
+        yield from (refused, dropped)
 
     @staticmethod
     def _counted(

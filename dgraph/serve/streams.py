@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -26,9 +26,17 @@ Seen = Callable[[int, Event], None]
 """Called with every event of a request, and the choice that it is of."""
 
 
-def refusal_response(refusal: Refusal) -> JSONResponse:
-    """A request that is not served."""
-    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+class RefusalResponse(JSONResponse):
+    """The answer to a request that is not served; its line of the log says why. headers: beside the refusal's own."""
+
+    def __init__(self, refusal: Refusal, headers: Mapping[str, str] | None = None):
+        super().__init__(refusal.body, refusal.status, {**refusal.headers, **(headers or {})})
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        scope["record"].refuse(self._refusal)
+        await super().__call__(scope, receive, send)
 
 
 class RunningResponse(Response):
@@ -79,7 +87,7 @@ class WholeResponse(RunningResponse):
                 self._seen(index, event)
                 refusal = failed(event)
                 if refusal is not None and not running.gone:
-                    await refusal_response(refusal)(scope, receive, send)
+                    await RefusalResponse(refusal)(scope, receive, send)
                     return
                 answer.keep(answer.choices[index], event)
                 running.left -= event.finish_reason is not None

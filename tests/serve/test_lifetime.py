@@ -140,10 +140,8 @@ def connect(held: Held, body: dict[str, Any]) -> socket.socket:
     host, port = held.live.url.removeprefix("http://").split(":")
     line = socket.create_connection((host, int(port)), timeout=WAIT)
     content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
-    )
-    line.sendall(f"{head}\r\n\r\n".encode() + content)
+    head = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json"]
+    line.sendall("\r\n".join([*head, f"content-length: {len(content)}", "", ""]).encode() + content)
     return line
 
 

@@ -220,7 +220,7 @@ def refused_before_its_end(url: str, version: str, *more: str) -> bytes:
     """What a client is told that sends all of a large body, on a connection that is closed then, before it reads."""
     host, port = url.removeprefix("http://").split(":")
     body = b"a" * (8 << 20)
-    head = [f"POST /v1/completions HTTP/{version}", "host: x", f"content-length: {len(body)}", *more]
+    head = [f"POST /v1/completions HTTP/{version}", "host: localhost", f"content-length: {len(body)}", *more]
     with socket.create_connection((host, int(port)), timeout=WAIT) as line:
         line.sendall("\r\n".join([*head, "", ""]).encode() + body)
         return b"".join(iter(lambda: line.recv(1 << 16), b""))
@@ -237,9 +237,8 @@ def test_who_is_refused_reads_why_though_the_connection_closes(held: Held, versi
 
 def test_a_client_that_waits_for_a_word_need_not_send_its_body(held: Held) -> None:
     host, port = held.live.url.removeprefix("http://").split(":")
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\nexpect: 100-continue\r\nconnection: close"
-    )
+    waits = "expect: 100-continue\r\nconnection: close"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000\r\n{waits}"
     with socket.create_connection((host, int(port)), timeout=WAIT) as line:
         line.sendall(f"{head}\r\n\r\n".encode())
         assert line.recv(4096).startswith(b"HTTP/1.1 413")
@@ -248,10 +247,10 @@ def test_a_client_that_waits_for_a_word_need_not_send_its_body(held: Held) -> No
 def test_a_body_that_does_not_come(http: httpx.Client, held: Held) -> None:
     host, port = held.live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=WAIT) as line:
-        line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         assert line.recv(4096).startswith(b"HTTP/1.1 408")
     with socket.create_connection((host, int(port)), timeout=WAIT) as line:
-        line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
     assert http.get("/health").status_code == 200, "who hangs up in the middle harms nobody"
 
 
