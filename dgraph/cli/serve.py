@@ -91,7 +91,7 @@ def serve(
     queue: Annotated[
         int, typer.Option(help="Requests that may wait; more are told to come back.", rich_help_panel=LIMITS)
     ] = 1024,
-    max_body: Annotated[str, typer.Option(help="Bytes of a request, as 4M.", rich_help_panel=LIMITS)] = "4M",
+    max_body: Annotated[str, typer.Option(help="Bytes of a request, as 4M.", rich_help_panel=LIMITS)] = "8M",
     max_prompt_tokens: Annotated[
         int | None, typer.Option(help="Of one prompt.", show_default="what there is room for", rich_help_panel=LIMITS)
     ] = None,
@@ -109,6 +109,30 @@ def serve(
     keep_alive: Annotated[
         float, typer.Option(help="Seconds without a token after which a stream gets a comment.", rich_help_panel=LIMITS)
     ] = 15.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(help="At a time; fewer where the limit of open files asks for it.", rich_help_panel=LIMITS),
+    ] = 2048,
+    header_timeout: Annotated[
+        float, typer.Option(help="Seconds within which a request's head must come.", rich_help_panel=LIMITS)
+    ] = 10.0,
+    body_timeout: Annotated[
+        float, typer.Option(help="Seconds within which its body must come.", rich_help_panel=LIMITS)
+    ] = 30.0,
+    idle_timeout: Annotated[
+        float, typer.Option(help="Seconds that a connection may be idle between requests.", rich_help_panel=LIMITS)
+    ] = 75.0,
+    send_timeout: Annotated[
+        float, typer.Option(help="Seconds that a client may read nothing of its answer.", rich_help_panel=LIMITS)
+    ] = 30.0,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name by which clients may ask, or *; may be repeated.",
+            show_default="without keys: --host and the names of this machine; any where --host is 0.0.0.0",
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
     ] = 30.0,
@@ -145,8 +169,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, in the form of OpenAI's API, until SIGTERM or Ctrl-C.
 
-    The port answers at once; requests are taken when the line with the address is printed (GET /ready says so, too).
-    With several recipes each is a model of its own, named MODEL:RECIPE.
+    The port answers at once; requests are taken when two lines are printed, one with the models and one for programs:
+    "ready" and the address (GET /ready says so, too). With several recipes each is a model of its own, named
+    MODEL:RECIPE.
 
     \b
     dgraph serve
@@ -162,6 +187,7 @@ def serve(
         from dgraph.cache.place import parse_size
         from dgraph.compilation import Compilation
         from dgraph.engine.build import EngineSettings
+        from dgraph.serve.connections import raise_file_limit
         from dgraph.serve.host import Host, bind
 
     recipes = list(dict.fromkeys(recipe or ["focus"]))
@@ -185,9 +211,15 @@ def serve(
         max_stops=max_stops,
         default_max_tokens=default_max_tokens,
         allowed_origins=allowed_origin or (),
+        allowed_hosts=allowed_host or (),
         keep_alive=keep_alive,
+        max_connections=max_connections,
+        header_timeout=header_timeout,
+        body_timeout=body_timeout,
+        idle_timeout=idle_timeout,
+        send_timeout=send_timeout,
         log_prompts=log_prompts,
-    )
+    ).listening_at(host)
     engine = EngineSettings(
         max_sequences=max_sequences,
         max_tokens=max_tokens,
@@ -231,6 +263,7 @@ def serve(
                 ready=_print_address,
             )
         return
+    raise_file_limit()
     listener = bind(host, port) if leads() else None
     with ranks(tp, device) as mesh:
         if listener is None:
@@ -272,6 +305,7 @@ def _serve_here(blueprint: Blueprint, mesh: DeviceMesh | None, found: Host, acce
 
 def _print_address(address: str, models: Iterable[str]) -> None:
     print_text(f"dgraph serves {', '.join(models)} at {address}")
+    print_text(f"ready {address}")
 
 
 def _keys(given: list[str] | None, path: Path | None) -> list[str]:

@@ -54,8 +54,9 @@ def check_installed() -> None:
     """Raises `InputError` where what the extra `serve` brings is missing."""
     try:
         import fastapi
+        import httptools
         import prometheus_client
         import uvicorn
     except ImportError as error:
         raise InputError(f"a server needs {error.name}, which is not installed: pip install 'dgraph[serve]'.") from None
-    del fastapi, prometheus_client, uvicorn
+    del fastapi, httptools, prometheus_client, uvicorn

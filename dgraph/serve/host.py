@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ import uvicorn
 from dgraph.engine.engine import Engine
 from dgraph.errors import InputError
 from dgraph.serve.application import build
+from dgraph.serve.connections import Crowd, room_for
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.settings import ServeSettings
 
@@ -88,13 +90,17 @@ class Host(uvicorn.Server):
 
     def __init__(self, listener: socket.socket, settings: ServeSettings, shutdown_timeout: float):
         self.lifetime = Lifetime()
+        settings = settings.listening_at(listener.getsockname()[0])
+        crowd = Crowd(settings, self.lifetime, room_for(settings.max_connections))
         super().__init__(
             uvicorn.Config(
                 build(self.lifetime, settings),
+                http=crowd.protocol(),
+                ws="none",
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=75,
+                timeout_keep_alive=math.ceil(settings.idle_timeout + GRACE),  # the connection itself is sooner
                 timeout_graceful_shutdown=GRACE,
             )
         )

@@ -15,6 +15,9 @@ class Inbox(Generic[T]):
         self._items: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def put(self, item: T) -> None:
         """Add an item, and wake the reader."""
         self._items.append(item)

@@ -19,6 +19,8 @@ LOGGER = logging.getLogger("dgraph.serve")
 
 Arrival = tuple[int, Event] | None
 """The event of a choice, by its index; or None: look around."""
+BEHIND = 1024
+"""Events that may wait for a client to read, beside what the connection holds; one that is further behind has left."""
 
 
 class Running:
@@ -83,7 +85,10 @@ class Running:
 
     def _putting(self, index: int) -> Callable[[Event], None]:
         def put(event: Event) -> None:
-            self.inbox.put((index, event))
+            if len(self.inbox) < BEHIND:
+                self.inbox.put((index, event))
+            elif not self.gone:
+                self.leave()
 
         return put
 

@@ -37,6 +37,7 @@ def test_from_the_command_to_the_signal(tmp_path: Path) -> None:
         line = process.stdout.readline()
         found = re.fullmatch(r"dgraph serves mine at (http://127\.0\.0\.1:\d+)\n", line)
         assert found is not None, line or process.communicate()[1]
+        assert process.stdout.readline() == f"ready {found[1]}\n"
         with httpx.Client(base_url=found[1], timeout=WAIT) as http:
             assert refused(chat(http), 401)
             http.headers["authorization"] = "Bearer fourth"
@@ -54,6 +55,7 @@ def test_from_the_command_to_the_signal(tmp_path: Path) -> None:
     assert (process.returncode, rest) == (0, "")
     first, second = (json.loads(line) for line in log.splitlines())
     assert (first["status"], first["path"], first["method"]) == (401, "/v1/chat/completions", "POST")
+    assert (first["code"], "asks for a key" in first["error"]) == ("invalid_api_key", True)
     assert (second["status"], second["request_id"], second["client"]) == (200, "mine-1", "127.0.0.1")
     assert (second["model"], second["stream"], second["finish"]) == ("mine", False, ["stop"])
     assert second["completion_tokens"] < second["prompt_tokens"] < 20
@@ -86,6 +88,9 @@ def test_sigterm_before_there_is_a_server_ends_the_command_with_a_message(monkey
         (["--max-mixed-rows", "-1"], "max_mixed_rows must be a whole number, at least 0"),
         (["--max-body", "much"], "--max-body is a size such as 500M or 4G"),
         (["--keep-alive", "0"], "keep_alive must be a positive number of seconds"),
+        (["--header-timeout", "0"], "header_timeout must be a positive number of seconds"),
+        (["--max-connections", "0"], "max_connections must be a whole number, at least 1"),
+        (["--allowed-host", " "], "allowed_hosts is a list of texts, none of them empty"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout must be at least 0 seconds"),
         (["--port", "65536"], "a port is a number from 0 to 65535, got 65536"),
         (["--api-key", " "], "api_keys is a list of texts, none of them empty"),
