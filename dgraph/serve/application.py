@@ -25,6 +25,7 @@ from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
 from dgraph.serve.streams import RefusalResponse, StreamResponse, WholeResponse
 from dgraph.serve.translate import Order, chat_order, completion_order
+from dgraph.serve.turns import Turns
 from dgraph.viewer import FILES
 
 NO_JSON = Refusal(400, "the body is not JSON.", code="json_invalid")
@@ -42,11 +43,11 @@ def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
     """The application over what a lifetime serves, now and later. Its `state` has `lifetime`."""
     app = FastAPI(title="dgraph", version=importlib.metadata.version("dgraph"), docs_url=None, redoc_url=None)
     app.state.lifetime = lifetime
-    metrics = Metrics(lifetime)
+    metrics, turns = Metrics(lifetime), Turns()
     _add_errors(app)
     _add_status(app, lifetime, metrics)
-    _add_answers(app, lifetime, settings, metrics)
-    _add_decisions(app, lifetime, settings, metrics)
+    _add_answers(app, lifetime, settings, metrics, turns)
+    _add_decisions(app, lifetime, settings, metrics, turns)
     _add_page(app)
     app.add_middleware(Guard, settings=settings, lifetime=lifetime)
     if settings.allowed_origins:  # around the guard, whose refusals such pages read, too
@@ -94,7 +95,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
         return lifetime.model(name).describe()
 
 
-def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics) -> None:
+def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics, turns: Turns) -> None:
     async def answer(
         request: Request, name: str | None, translate: Callable[[ServedModel], Order], kind: type[Answer]
     ) -> Response:
@@ -102,8 +103,9 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
         running, record, meter = Running(model), request.scope["record"], metrics.of(model.id)
         lifetime.enter(running)
         try:
-            with meter.taking():
-                await running.begin(translate)
+            async with turns.of(record.size):
+                with meter.taking():
+                    await running.begin(translate)
         except BaseException:
             lifetime.leave(running)
             raise
@@ -130,7 +132,7 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
         return await answer(request, body.model, lambda model: chat_order(body, model, settings), Chat)
 
 
-def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics) -> None:
+def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics, turns: Turns) -> None:
     @app.post("/v1/decisions")
     async def decisions(request: Request, body: DecisionRequest) -> Response:
         """How probable given answers are, in one forward for each question."""
@@ -139,8 +141,9 @@ def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, me
         deciding = Deciding(body, model, settings)
         lifetime.enter(deciding)
         try:
-            with metrics.of(model.id).taking():
-                await deciding.begin()
+            async with turns.of(request.scope["record"].size):
+                with metrics.of(model.id).taking():
+                    await deciding.begin()
             return JSONResponse(await deciding.answer(request.receive))
         finally:
             lifetime.leave(deciding)

@@ -17,9 +17,9 @@ from starlette.types import Receive
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.questions import Answer
 from dgraph.errors import EngineBusy, InputError
-from dgraph.serve.protocol import CONTENT, Lenient, Name, Text, one_of
+from dgraph.serve.protocol import CONTENT, Lenient, Listed, Name, Text, one_of
 from dgraph.serve.refusal import Refusal, bad_field, not_now, shut_down
-from dgraph.serve.served_model import ServedModel
+from dgraph.serve.served_model import ServedModel, size_of
 from dgraph.serve.settings import ServeSettings
 from dgraph.serve.translate import check_prompt, text_of
 
@@ -36,7 +36,7 @@ class Part(Lenient):
     text: Text | None = None
 
 
-Content = Annotated[Text | list[Part], one_of(CONTENT)]
+Content = Annotated[Text | Listed[Part], one_of(CONTENT)]
 
 
 class Turn(Lenient):
@@ -66,7 +66,7 @@ class Choice(Lenient):
 
     type: Literal["choice"]
     instructions: Content
-    choices: Annotated[list[Option], Field(min_length=2, max_length=255)]
+    choices: Annotated[Listed[Option], Field(min_length=2, max_length=255)]
     name: Name | None = None
 
 
@@ -82,7 +82,7 @@ class Score(Lenient):
 
     type: Literal["score"]
     instructions: Content
-    levels: Annotated[list[Level], Field(min_length=2, max_length=10)]
+    levels: Annotated[Listed[Level], Field(min_length=2, max_length=10)]
     name: Name | None = None
 
 
@@ -94,10 +94,10 @@ class DecisionRequest(Lenient):
 
     model: Text | None = None
     input: Annotated[
-        Text | Annotated[list[Turn], Field(min_length=1)],
+        Text | Annotated[Listed[Turn], Field(min_length=1)],
         one_of("a text, or a list of messages with a role and a content"),
     ]
-    questions: Annotated[list[Question], Field(min_length=1, max_length=200)]
+    questions: Annotated[Listed[Question], Field(min_length=1, max_length=200)]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,11 @@ class Deciding:
             self.cancel()
 
     def _ask(self) -> None:
-        model = self._model
+        model, most = self._model, self._settings.max_body_bytes
+        size = len(self._body.questions) * size_of(self._body.model_dump(include={"input"}))
+        if size > most:
+            said = f"the input is read for each question, {size} bytes in all, and at most {most} are read at once here"
+            raise bad_field("questions", f"{said}; ask fewer questions at a time.")
         asked = [_asked(self._body, question, model) for question in self._body.questions]
         for one in asked:
             check_prompt(one.prompt, "input", self._settings)
@@ -203,11 +207,11 @@ def _asked(body: DecisionRequest, question: Predicate | Choice | Score, model: S
         turns[-1] = {"role": "user", "content": f"{turns[-1]['content']}\n\n{text}"}
     else:
         turns.append({"role": "user", "content": text})
-    labels = [model.encode_part(label) for label in _labels(question)]
+    labels = [model.encode_part(label, "questions") for label in _labels(question)]
     if len(set(map(tuple, labels))) < len(labels):
         raise bad_field("questions", "the answers of a question differ from each other; some are the same.")
     try:
-        return Asked(question, model.encode_chat(turns), labels)
+        return Asked(question, model.encode_chat(turns, "input"), labels)
     except InputError as error:
         raise bad_field("input", str(error)) from None
 

@@ -10,6 +10,10 @@ from dgraph.engine.engine import Engine
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.writer import BROKEN
 from dgraph.errors import InputError
+from dgraph.serve.refusal import bad_field
+
+TOKEN_BYTES = 256
+"""Of a text that one token stands for, at most, where a tokenizer does not know."""
 
 
 class ServedModel:
@@ -35,18 +39,45 @@ class ServedModel:
         """Whether it reads and writes texts."""
         return self.engine.tokenizer is not None
 
-    def encode_text(self, text: str) -> list[int]:
-        """Ids of a text without a frame; raises `InputError` without a tokenizer."""
-        return list(self._reader("encode_text")(text))
+    def encode_text(self, text: str, field: str = "prompt") -> list[int]:
+        """Ids of a text without a frame.
 
-    def encode_part(self, text: str) -> list[int]:
-        """Ids of a text that other ids come before; raises `InputError` without a tokenizer."""
-        part = "encode_part" if hasattr(self.engine.tokenizer, "encode_part") else "encode_text"
-        return list(self._reader(part)(text))
+        Args:
+            field: of the request, for the refusal.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Ids of a conversation; raises `InputError` without a tokenizer, or where its template has no form for it."""
-        return list(self._reader("encode_chat")(messages))
+        Raises:
+            InputError: there is no tokenizer.
+            Refusal: the text is longer than there can be room for; found without encoding it.
+        """
+        read = self._reader("encode_text")
+        self.check_fits(text, field)
+        return list(read(text))
+
+    def encode_part(self, text: str, field: str) -> list[int]:
+        """Ids of a text that other ids come before; see `encode_text`."""
+        read = self._reader("encode_part" if hasattr(self.engine.tokenizer, "encode_part") else "encode_text")
+        self.check_fits(text, field)
+        return list(read(text))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[int]:
+        """Ids of a conversation; see `encode_text`. `InputError` also where its template has no form for it."""
+        read = self._reader("encode_chat")
+        self.check_fits(messages, field)
+        return list(read(messages))
+
+    def check_fits(self, given: object, field: str) -> None:
+        """Raises `Refusal` for texts, in lists and objects as JSON has them, that cannot fit: too many bytes for the
+        positions that the model has room for, however they are encoded, or more messages than these.
+        """
+        room = self.engine.max_tokens
+        longest = getattr(self.engine.tokenizer, "longest_token_bytes", None) or TOKEN_BYTES
+        size = size_of(given)
+        if size > room * longest:
+            said = f"{field} has {size} bytes of text, and the {room} positions that this model has room for"
+            raise bad_field(field, f"{said} hold at most {room * longest}; shorten it.", "context_length_exceeded")
+        if isinstance(given, Sequence) and not isinstance(given, str) and len(given) > room:
+            said = f"{field} has {len(given)} entries, and this model has room for {room} positions"
+            raise bad_field(field, f"{said}; shorten it.", "context_length_exceeded")
 
     def _reader(self, name: str) -> Any:
         reader = getattr(self.engine.tokenizer, name, None)
@@ -96,3 +127,12 @@ class ServedModel:
             "block_length": engine.block_length,
             "attention": engine.spec.attention,
         }
+
+
+def size_of(given: object) -> int:
+    """Bytes in UTF-8 of all texts of a value as JSON has it."""
+    if isinstance(given, str):
+        return len(given.encode(errors="surrogatepass"))
+    if isinstance(given, Mapping):
+        return sum(map(size_of, given.values()))
+    return sum(map(size_of, given)) if isinstance(given, Sequence) else 0

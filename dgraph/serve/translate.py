@@ -157,13 +157,16 @@ def _canvas(body: Asked, model: ServedModel) -> list[int | None] | None:
     if body.canvas is None:
         return None
     positions: list[int | None] = []
+    model.check_fits(body.canvas, "canvas")
     for segment in body.canvas:
-        if isinstance(segment, int) and len(positions) + segment > model.engine.max_tokens:
-            raise bad_field("canvas", f"a canvas has at most {model.engine.max_tokens} positions here.")
+        count = segment if isinstance(segment, int) else 0
         try:
-            positions += [None] * segment if isinstance(segment, int) else model.encode_part(segment)
+            text = [] if isinstance(segment, int) else model.encode_part(segment, "canvas")
         except InputError as error:
             raise bad_field("canvas", str(error)) from None
+        if len(positions) + count + len(text) > model.engine.max_tokens:
+            raise bad_field("canvas", f"a canvas has at most {model.engine.max_tokens} positions here.")
+        positions += text or [None] * count
     said = getattr(body, "max_completion_tokens", None) or body.max_tokens
     if said not in (None, len(positions)):
         raise bad_field("canvas", f"the canvas has {len(positions)} tokens, but max_tokens is {said}; leave that out.")
