@@ -7,7 +7,8 @@ Of each number of streams: the longest gap between two steps of any of them (as 
 takes, and the resident memory of the server before the attacks and some seconds after them. The streams, the attacks
 and the server are processes of one machine, so the figures have the clients' own work in them; `late` is by how much
 the process of the streams was late itself. Streams alone are the measure: where a model needs longer for a step, gaps
-are that long. `--apart` has an arm for each attack.
+are that long. `--elsewhere` has an arm in which the attacks go to a second server on the same processors: what differs
+from it is what they do to a server, beside the work that they are. `--apart` has an arm for each attack.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +40,7 @@ SETTLED = 5.0
 
 @dataclass(frozen=True)
 class Arm:
-    """What streams saw for some time. Seconds; `told`: what each attack was told."""
+    """What streams saw for some time. Seconds; `told`: what each attack was told; elsewhere: by another server."""
 
     streams: int
     gaps: list[float]
@@ -47,13 +49,14 @@ class Arm:
     late: float
     cut: int
     told: dict[str, dict[str, int]]
+    elsewhere: bool = False
 
     @property
     def row(self) -> list[Cell]:
         """As the table has it."""
         gaps, health = sorted(self.gaps), sorted(1e3 * took for took in self.health)
         times = [share_of(gaps, 1.0), share_of(gaps, 0.99), share_of(gaps, 0.5)]
-        beside = ", ".join(self.told) if len(self.told) < 2 else "attacks"
+        beside = ", ".join(self.told) if len(self.told) < 2 else f"attacks{' elsewhere' if self.elsewhere else ''}"
         return [
             self.streams,
             beside or "nothing",
@@ -98,8 +101,10 @@ def result(process: subprocess.Popen[str]) -> dict[str, Any]:
     return found
 
 
-def measure(url: str, streams: int, seconds: float, tokens: int, attacks: Sequence[str] = ()) -> Arm:
-    """Streams for some time, each of which tells of every step."""
+def measure(
+    url: str, streams: int, seconds: float, tokens: int, attacks: Sequence[str] = (), attacked: str | None = None
+) -> Arm:
+    """Streams for some time, each of which tells of every step. attacked: the server that is; None for theirs."""
     body = {
         "messages": [{"role": "user", "content": "Tell a story"}],
         "max_tokens": tokens,
@@ -108,10 +113,14 @@ def measure(url: str, streams: int, seconds: float, tokens: int, attacks: Sequen
         "stream_mode": "draft",
     }
     patient = begin("gap_clients", {"url": url, "streams": streams, "seconds": seconds, "body": body})
-    told = result(begin("attacks", {"url": url, "seconds": seconds - 1, "attacks": attacks})) if attacks else {}
+    told = (
+        result(begin("attacks", {"url": attacked or url, "seconds": seconds - 1, "attacks": attacks}))
+        if attacks
+        else {}
+    )
     seen = result(patient)
     kept = ("gaps", "health", "failed", "late", "cut")
-    return Arm(streams, told=told, **{name: seen[name] for name in kept})
+    return Arm(streams, told=told, elsewhere=attacked is not None, **{name: seen[name] for name in kept})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -122,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[200], help="at a time")
     parser.add_argument("--each", type=float, default=30.0, help="seconds of an arm")
     parser.add_argument("--tokens", type=int, default=512, help="new tokens of a stream")
+    parser.add_argument("--elsewhere", action="store_true", help="an arm whose attacks go to another server")
     parser.add_argument("--apart", action="store_true", help="an arm for each attack")
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more for `dgraph serve`, as the last")
     add_run(parser)
@@ -131,23 +141,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[list[Cell]] = []
     memory: list[list[Cell]] = []
     outcomes: list[list[Cell]] = []
-    with Run(args, title, arguments is None) as run, served(args.model, args.recipe, slots) as (url, _):
+    with Run(args, title, arguments is None) as run, ExitStack() as open_:
+        url, _ = open_.enter_context(served(args.model, args.recipe, slots))
+        other = open_.enter_context(served(args.model, args.recipe, args.serve))[0] if args.elsewhere else None
         for streams in args.streams:
             measure(url, streams, min(args.each, 10.0), args.tokens)  # what is compiled for so many
-            for attacks in ((), *(tuple((name,) for name in NAMES) if args.apart else (NAMES,))):
-                before = resident(url)
-                arm = measure(url, streams, args.each, args.tokens, attacks)
-                rows.append(arm.row)
+
+            def arm(attacks: Sequence[str] = (), attacked: str | None = None, streams: int = streams) -> Arm:
+                found = measure(url, streams, args.each, args.tokens, attacks, attacked)
+                rows.append(found.row)
                 run.arm("Streams", COLUMNS, rows, "Gaps are between two steps of a stream.")
-                if attacks:
-                    time.sleep(SETTLED)
-                    after = resident(url)
-                    memory.append([streams, before, after, after / before])
-                    run.arm("Resident memory", MEMORY, memory)
-                    for name, told in arm.told.items():
-                        said = ", ".join(f"{count} x {outcome}" for outcome, count in told.items())
-                        outcomes.append([name.replace("_", " "), streams, said])
-                    run.table("Attacks, and what they were told", ["attack", "streams", "outcomes"], outcomes)
+                return found
+
+            arm()
+            if other is not None:
+                arm(NAMES, other)
+            for attacks in [(name,) for name in NAMES] if args.apart else [NAMES]:
+                before = resident(url)
+                told = arm(attacks).told
+                time.sleep(SETTLED)
+                after = resident(url)
+                memory.append([streams, before, after, after / before])
+                run.arm("Resident memory", MEMORY, memory)
+                for name, counts in told.items():
+                    said = ", ".join(f"{count} x {outcome}" for outcome, count in counts.items())
+                    outcomes.append([name.replace("_", " "), streams, said])
+                run.table("Attacks, and what they were told", ["attack", "streams", "outcomes"], outcomes)
 
 
 if __name__ == "__main__":
