@@ -27,7 +27,7 @@ Outcome = Callable[[str], None]
 
 
 class Server:
-    """Where it is, and until when it is attacked."""
+    """An address, and the time until which it is attacked."""
 
     def __init__(self, url: str, seconds: float):
         self.host, port = url.removeprefix("http://").split(":")
@@ -35,7 +35,7 @@ class Server:
 
     @property
     def over(self) -> bool:
-        """Whether it is time to stop."""
+        """True once it is time to stop."""
         return time.perf_counter() > self.end
 
     def line(self) -> socket.socket:
@@ -74,7 +74,7 @@ def long_texts(server: Server, told: Outcome) -> None:
 def fitting_texts(server: Server, told: Outcome) -> None:
     """Chats as long as a server reads at all."""
     while not server.over:
-        body = {"messages": [{"role": "user", "content": "ab " * 14_000}], "max_tokens": 4}
+        body = {"messages": [{"role": "user", "content": "ab " * 7_000}], "max_tokens": 4}
         told(server.post("chat/completions", json.dumps(body).encode()))
         time.sleep(PAUSE)
 
@@ -157,7 +157,7 @@ ATTACKS = (long_texts, fitting_texts, many_values, endless_headers, silent_socke
 
 
 def attack(url: str, seconds: float, attacks: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Those of these names at once; by attack, how often it was told what."""
+    """Run the attacks of these names at once; count what each was told."""
     server, found = Server(url, seconds), {name: Counter[str]() for name in attacks}
 
     def noting(name: str) -> Outcome:

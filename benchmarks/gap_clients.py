@@ -21,7 +21,7 @@ BEGIN = b"data: "
 
 @dataclass
 class Seen:
-    """What all clients saw. Times in seconds.
+    """The waits of all clients. Times in seconds.
 
     Attributes:
         gaps: between two pieces of a stream with text in them.
@@ -93,7 +93,7 @@ async def watch(end: float, seen: Seen) -> None:
 
 
 async def clients(told: dict[str, object]) -> Seen:
-    """All of them, for so many seconds."""
+    """Run all of them for `told["seconds"]` seconds."""
     host, port = str(told["url"]).removeprefix("http://").split(":")
     body, seen = json.dumps(told["body"]).encode(), Seen()
     end = time.perf_counter() + float(str(told["seconds"]))

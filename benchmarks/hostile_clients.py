@@ -1,13 +1,13 @@
-"""What hostile clients take from the others: `dgraph serve` under streams, alone and beside `benchmarks.attacks`.
+"""The cost of hostile clients to the others: `dgraph serve` under streams, alone and beside `benchmarks.attacks`.
 
     python -m benchmarks.hostile_clients --streams 200 50 --each 30
     python -m benchmarks.hostile_clients --streams 8 --each 10 --serve --backend eager
 
-Of each number of streams: the longest gap between two steps of any of them (as drafts tell of them), how long /health
-takes, and the resident memory of the server before the attacks and some seconds after them. The streams, the attacks
-and the server are processes of one machine, so the figures have the clients' own work in them; `late` is by how much
-the process of the streams was late itself. Streams alone are the measure: where a model needs longer for a step, gaps
-are that long. `--elsewhere` has an arm in which the attacks go to a second server on the same processors: what differs
+Each number of streams gets the longest gap between two steps of any of them (as drafts tell of them), the time that
+/health takes, and the resident memory of the server before the attacks and some seconds after them. The streams, the
+attacks and the server are processes of one machine, so the figures have the clients' own work in them; `late` is by how
+much the process of the streams was late itself. Streams alone are the measure: a model that needs longer for a step has
+longer gaps. `--elsewhere` has an arm in which the attacks go to a second server on the same processors: what differs
 from it is what they do to a server, beside the work that they are. `--apart` has an arm for each attack.
 """
 
@@ -40,7 +40,7 @@ SETTLED = 5.0
 
 @dataclass(frozen=True)
 class Arm:
-    """What streams saw for some time. Seconds; `told`: what each attack was told; elsewhere: by another server."""
+    """The waits of streams, in seconds. told: counts of what each attack was told; elsewhere: by another server."""
 
     streams: int
     gaps: list[float]
@@ -93,7 +93,7 @@ def begin(module: str, told: Mapping[str, Any]) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it wrote."""
+    """The JSON that it wrote."""
     assert process.stdout is not None
     found: dict[str, Any] = json.loads(process.stdout.read() or "null") or {}
     if process.wait() or not found:
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         url, _ = open_.enter_context(served(args.model, args.recipe, slots))
         other = open_.enter_context(served(args.model, args.recipe, args.serve))[0] if args.elsewhere else None
         for streams in args.streams:
-            measure(url, streams, min(args.each, 10.0), args.tokens)  # what is compiled for so many
+            measure(url, streams, min(args.each, 10.0), args.tokens)  # compiles for that many
 
             def arm(attacks: Sequence[str] = (), attacked: str | None = None, streams: int = streams) -> Arm:
                 found = measure(url, streams, args.each, args.tokens, attacks, attacked)

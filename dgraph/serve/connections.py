@@ -44,7 +44,7 @@ def raise_file_limit() -> None:
 
 
 def room_for(most: int) -> int:
-    """Connections that there may be, so many at most, with the files that the process may still open."""
+    """Connections that there may be with the files that the process may still open: `most` at most."""
     if sys.platform == "win32":
         return most
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -57,8 +57,8 @@ def room_for(most: int) -> int:
 class Crowd:
     """All connections of a server. For the thread of its event loop.
 
-    Where there are too many, one that waits for its client gives way, first that which has waited longest: for a head,
-    for a body, or for the client to read. Where none does, the new one is told that there is no room.
+    If there are too many, the one that has waited longest for its client gives way: for a head, for a body, or for the
+    client to read. If none waits, the new one is told that there is no room.
 
     Args:
         settings: how long a server waits, and for how much.
@@ -90,7 +90,7 @@ class Crowd:
 
     @property
     def full(self) -> bool:
-        """Whether there are more than there may be."""
+        """True while there are more than there may be."""
         return len(self._open) > self._most
 
     def waits(self, one: Connection) -> None:
@@ -203,7 +203,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait(self, seconds: float) -> None:
-        """Give the client so many seconds."""
+        """Give the client some seconds."""
         self._stop_timer()
         self._crowd.waits(self)
         self._timer = self.loop.call_later(seconds, self._late)

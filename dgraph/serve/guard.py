@@ -1,4 +1,4 @@
-"""What every request passes: an id, a host, a key, a body that came whole and is not too large, a line in the log."""
+"""The checks that every request passes: its id, host, key and body; and its line in the log."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 DROPPED = 64 << 20
 """Bytes of a refused body that are read all the same, at most."""
 SIGNS = {",": 1 << 18, "[": 1 << 15, "{": 1 << 15}
-"""How often these may be in a body, in texts or not: a million of what they begin takes a second to read, and every
+"""Most of these in a body, in texts or not. A million of the values that they begin take a second to read, and every
 stream waits meanwhile.
 """
 RETRY = 1.0
 """Seconds after which a client asks again where there was no room."""
 CLOSE = {"Connection": "close"}
-"""Of an answer to a request whose rest is not waited for."""
+"""Headers of an answer to a request whose rest is not waited for."""
 CROWDED = "crowded"
 """The entry of a scope that says whether its connection is one more than a server has room for."""
 

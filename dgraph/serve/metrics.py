@@ -263,7 +263,7 @@ class Metrics(Collector):
         yield from self._turned_away()
 
     def _turned_away(self) -> Iterator[Metric]:
-        """What no model has a part in."""
+        """Counts that no model has a part in."""
         lifetime = self._lifetime
         refused = CounterMetricFamily("dgraph:refusals", "Requests answered with an error.", labels=["status"])
         for status, count in sorted(lifetime.refused.items()):

@@ -13,7 +13,7 @@ from dgraph.errors import InputError
 from dgraph.serve.refusal import bad_field
 
 TOKEN_BYTES = 256
-"""Of a text that one token stands for, at most, where a tokenizer does not know."""
+"""Bytes of text that a token is taken to stand for, at most, by a tokenizer that does not know."""
 
 
 class ServedModel:

@@ -20,5 +20,5 @@ class Turns:
         self._small, self._large = asyncio.Semaphore(SMALL_AT_ONCE), asyncio.Semaphore(1)
 
     def of(self, size: int) -> AbstractAsyncContextManager[None]:
-        """The turn of a request whose body has so many bytes."""
+        """The turn of a request whose body has `size` bytes."""
         return self._large if size >= LARGE else self._small

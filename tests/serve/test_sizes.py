@@ -1,4 +1,4 @@
-"""What is too long for a model is refused before it is read, and what is read holds nobody up."""
+"""Texts that are too long for a model are refused unread, and reading others delays no stream."""
 
 from __future__ import annotations
 

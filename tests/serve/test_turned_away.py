@@ -63,7 +63,7 @@ def test_any_host_where_that_is_said() -> None:
 
 
 def counts(http: httpx.Client) -> dict[str, float]:
-    """How many requests were refused, by status."""
+    """Counts of refused requests, by status."""
     lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith("dgraph:refusals_total{")]
     return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
 

@@ -1,4 +1,4 @@
-"""What the page counts of a run, by its own script."""
+"""Counts of a run, by the page's own script."""
 
 from __future__ import annotations
 
