@@ -13,12 +13,26 @@ from collections.abc import Iterable
 from types import FrameType
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the closest of the known names; "" if no name is close."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
 class DgraphError(Exception):
     """Base of every deliberate error."""
 
 
 class InputError(DgraphError, ValueError):
-    """A prompt, an option or a generation setting that cannot be used."""
+    """A prompt, an option or a generation setting that cannot be used.
+
+    Attributes:
+        field: of `dgraph.Decoding`, or "prompt" or "canvas", that is at fault; None where the message alone says it.
+    """
+
+    def __init__(self, message: str = "", *, field: str | None = None):
+        self.field = field
+        super().__init__(message)
 
 
 class EngineBusy(DgraphError):
@@ -81,15 +95,15 @@ class UnknownName(DgraphError, KeyError):
         name: what was given.
         known: the names that there are.
         hint: a sentence in place of the closest names.
+        field: as in `InputError`.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = ""):
-        self.kind, self.name, self.known, self.hint = kind, name, sorted(known), hint
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "", *, field: str | None = None):
+        self.kind, self.name, self.known, self.hint, self.field = kind, name, sorted(known), hint, field
         super().__init__(self.message())
 
     def message(self) -> str:
-        close = difflib.get_close_matches(self.name, self.known, n=3, cutoff=0.5)
-        hint = self.hint or (f"Did you mean {' or '.join(map(repr, close))}?" if close else "")
+        hint = self.hint or did_you_mean(self.name, self.known)
         known = f"Known: {', '.join(self.known) or 'none'}."
         return " ".join(filter(None, (f"unknown {self.kind} {self.name!r}.", hint, known)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -260,3 +261,29 @@ def test_a_warning_points_at_the_line_of_the_caller(dense: dgraph.Optimized) -> 
     with pytest.warns(dgraph.DgraphWarning, match=f"block_length={2 * BLOCK}, but .* was trained with {BLOCK}") as told:
         dense.generate(input_ids=[[1, 2, 3]], max_new_tokens=2, block_length=2 * BLOCK)
     assert [warning.filename for warning in told] == [__file__]
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("max_new_tokens", {"max_new_tokens": 0}),
+        ("min_tokens", {"max_new_tokens": 4, "min_tokens": 5}),
+        ("stop", {"stop": "a"}),
+        ("threshold", {"threshold": 2.0}),
+        ("threshold", {"threshold": 0.5, "steps": 4}),
+        ("steps", {"policy": "confidence_threshold", "steps": 4}),
+        ("policy", {"policy": "no such policy"}),
+        ("top_k", {"top_k": -1}),
+        ("temperature", {"temperature": -1.0}),
+        ("seed", {"seed": 0.5}),
+    ],
+)
+def test_an_error_says_which_field_of_a_decoding_is_at_fault(field: str, given: dict[str, Any]) -> None:
+    with pytest.raises((InputError, UnknownName)) as caught:
+        dgraph.Decoding(**given)
+    assert caught.value.field == field
+
+
+def test_an_error_keeps_its_field_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(InputError("a prompt is empty.", field="prompt")))
+    assert (str(error), error.field) == ("a prompt is empty.", "prompt")

@@ -48,11 +48,14 @@ class Submission:
         spec, block, room = driver.session.spec, driver.shape.block, driver.max_tokens
         chosen = self.decoding.for_model(spec)
         if chosen.stop and driver.tokenizer is None:
-            raise InputError("the model came without a tokenizer, so texts in stop mean nothing; leave them out.")
+            raise InputError(
+                "the model came without a tokenizer, so texts in stop mean nothing; leave them out.", field="stop"
+            )
         if chosen.block_length not in (None, block):
             raise InputError(
                 f"this engine decodes blocks of {block} tokens, got block_length={chosen.block_length}; make an engine "
-                f"with that block_length, or leave it out."
+                f"with that block_length, or leave it out.",
+                field="block_length",
             )
         if chosen.sampling.cfg_scale > 0:
             raise InputError(
@@ -67,7 +70,8 @@ class Submission:
             raise InputError(
                 f"a prompt of {len(ids)} tokens and max_new_tokens={chosen.max_new_tokens} take "
                 f"{len(ids) + chosen.max_new_tokens} positions, more than the {room} of this engine (max_tokens, as "
-                f"far as kv_bytes holds them); shorten the prompt, or ask for fewer."
+                f"far as kv_bytes holds them); shorten the prompt, or ask for fewer.",
+                field="max_new_tokens",
             )
         driver.check(chosen)
         return Request.of(ids, chosen, self.index, fixed, spec)

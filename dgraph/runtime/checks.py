@@ -138,7 +138,8 @@ def check_plan(policy: Policy, plan: RowPlan | None) -> None:
         raise InputError(
             f"{plan} forwards the rows that a step decodes from, so what it commits must be known before its forward, "
             f"which {policy!r} does not say. Use policy='dkv_greedy' with its steps per block (random remasking in an "
-            f"order drawn once per block), policy='sequential', or another recipe."
+            f"order drawn once per block), policy='sequential', or another recipe.",
+            field="policy",
         )
 
 
@@ -152,7 +153,8 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
     if sampler.needs_logits and not logits:
         raise InputError(
             f"{sampler} needs whole logits, but the step program keeps none (it ends in dgraph::lm_head); give the "
-            f"session a program 'logits', or leave these settings at their defaults."
+            f"session a program 'logits', or leave these settings at their defaults.",
+            field=next((name for name in ("top_p", "top_k") if getattr(sampler, name) != getattr(Sampler, name)), None),
         )
     if sampler.cfg_scale > 0 and "kept" in outputs:
         raise InputError(
@@ -169,19 +171,22 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
             raise InputError(
                 f"{type(policy).__name__} forwards sub-blocks of {size} positions over keys that a step of the whole "
                 f"block has cached, but this recipe says otherwise which rows a step forwards ({', '.join(found)}); "
-                f"use 'dense' with block_cache='off', or leave out cached=True."
+                f"use 'dense' with block_cache='off', or leave out cached=True.",
+                field="policy",
             )
     if not edits(policy):
         return
     if block_cache != "off":
         raise InputError(
             f"{type(policy).__name__} replaces decoded tokens, but block_cache={block_cache!r} does not recompute "
-            f"their keys; use block_cache='off'."
+            f"their keys; use block_cache='off'.",
+            field="policy",
         )
     if "kept" in outputs:
         raise InputError(
             f"{type(policy).__name__} replaces decoded tokens, but this recipe evicts rows by how candidates attend; "
-            f"use a recipe that evicts none."
+            f"use a recipe that evicts none.",
+            field="policy",
         )
 
 
@@ -195,24 +200,28 @@ def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
         other = "policy='renoise'" if spec.noise == "uniform" else "a threshold"
         raise InputError(
             f"{type(policy).__name__} does not decode {spec.family}, which has {has} (noise={spec.noise!r}); use "
-            f"{other}."
+            f"{other}.",
+            field="policy",
         )
     if renoises(policy) and sampler.temperature > 0:
         raise InputError(
             f"temperature={sampler.temperature}: {type(policy).__name__} draws at temperatures of its own; set its "
-            f"t_min and t_max."
+            f"t_min and t_max.",
+            field="temperature",
         )
     if getattr(policy, "autoregressive", False) and spec.encoding != "causal":
         raise InputError(
             f"{type(policy).__name__} commits what causal rows predict, but {spec.family} encodes whole blocks "
             f"(encoding={spec.encoding!r}); use it with a model of encoding='causal', such as nemotron, or decode by "
-            f"a threshold."
+            f"a threshold.",
+            field="policy",
         )
     if getattr(policy, "sub_block", None) is not None and not spec.next_token:
         raise InputError(
             f"{type(policy).__name__} forwards sub-blocks over cached keys of their block (cached=True), which is of "
             f"models that predict the next token where they encode a block, such as fast_dllm_v2, and {spec.family} is "
-            f"none; leave cached=True out."
+            f"none; leave cached=True out.",
+            field="policy",
         )
 
 
@@ -280,7 +289,7 @@ def canvases_of(
     if isinstance(prompts, str):
         return [canvas]
     if canvas is not None and not isinstance(canvas, Sequence):
-        raise InputError(f"canvas is a list of one canvas for each prompt, got {canvas!r}.")
+        raise InputError(f"canvas is a list of one canvas for each prompt, got {canvas!r}.", field="canvas")
     return canvas
 
 
@@ -293,7 +302,8 @@ def check_canvases(
     if len(canvases) != prompts:
         raise InputError(
             f"give one canvas for each of {prompts} prompts, None for one of which nothing is fixed; got "
-            f"{len(canvases)}."
+            f"{len(canvases)}.",
+            field="canvas",
         )
     return [_check_canvas(spec, index, canvas, decoding) for index, canvas in enumerate(canvases)]
 
@@ -301,42 +311,53 @@ def check_canvases(
 def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | None, decoding: Decoding) -> Canvas:
     what = f"canvas {index}"
     if canvas is not None and (isinstance(canvas, str) or not isinstance(canvas, Sequence)):
-        raise InputError(f"{what} is {canvas!r}, expected a list with an id or None for each position.")
+        message = f"{what} is {canvas!r}, expected a list with an id or None for each position."
+        raise InputError(message, field="canvas")
     if not canvas:
         return ()
     if spec.noise == "uniform":
         raise InputError(
             f"{what}: {spec.family} decodes a canvas as a whole, so nothing of a response can be fixed; leave "
-            f"it out, or give its beginning as the end of the prompt."
+            f"it out, or give its beginning as the end of the prompt.",
+            field="canvas",
         )
     if len(canvas) > decoding.max_new_tokens:
         raise InputError(
             f"{what} has {len(canvas)} positions, more than max_new_tokens={decoding.max_new_tokens}; shorten it, or "
-            f"ask for more tokens."
+            f"ask for more tokens.",
+            field="canvas",
         )
-    return tuple(None if each is None else check_token(spec, what, at, each) for at, each in enumerate(canvas))
+    return tuple(
+        None if each is None else check_token(spec, what, at, each, field="canvas") for at, each in enumerate(canvas)
+    )
 
 
-def check_token(spec: ModelSpec, what: str, place: int, token: object) -> int:
-    """A token as an id of the vocabulary that stands neither for a mask nor for an image, or an `InputError`."""
+def check_token(spec: ModelSpec, what: str, place: int, token: object, *, field: str = "prompt") -> int:
+    """A token as an id of the vocabulary that stands neither for a mask nor for an image, or an `InputError`.
+
+    field: of that error.
+    """
     try:
         value = operator.index(token)  # type: ignore[arg-type]
     except TypeError:
-        raise InputError(f"{what}: token {place} is {token!r}, expected an integer id.") from None
+        raise InputError(f"{what}: token {place} is {token!r}, expected an integer id.", field=field) from None
     if not 0 <= value < spec.vocab:
         raise InputError(
             f"{what}: token {place} is {value}, outside the vocabulary of {spec.vocab} ids; "
-            f"was it encoded with the tokenizer of {spec.family}?"
+            f"was it encoded with the tokenizer of {spec.family}?",
+            field=field,
         )
     if value == spec.mask_id:
-        free = "write None where it is free" if what.startswith("canvas") else "remove it from the prompt"
+        free = "write None where it is free" if field == "canvas" else "remove it from the prompt"
         raise InputError(
-            f"{what}: token {place} is the mask token (id {value}), which stands for what is to be decoded; {free}."
+            f"{what}: token {place} is the mask token (id {value}), which stands for what is to be decoded; {free}.",
+            field=field,
         )
     if value == spec.image_id:
         raise InputError(
             f"{what}: token {place} stands for an image (id {value}), and no image is read here; leave it out, and say "
-            f"in words what {spec.family} is to know of it."
+            f"in words what {spec.family} is to know of it.",
+            field=field,
         )
     return value
 
@@ -353,9 +374,10 @@ def _check_prompt(
     spec: ModelSpec, index: int, prompt: Sequence[int], max_new_tokens: int, block_length: int
 ) -> list[int]:
     if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Collection):
-        raise InputError(f"prompt {index} is {prompt!r}, expected a text or a list of ids, as [5, 6].")
+        message = f"prompt {index} is {prompt!r}, expected a text or a list of ids, as [5, 6]."
+        raise InputError(message, field="prompt")
     if len(prompt) == 0:
-        raise InputError(f"prompt {index} is empty; give at least one token.")
+        raise InputError(f"prompt {index} is empty; give at least one token.", field="prompt")
     ids = [check_token(spec, f"prompt {index}", place, token) for place, token in enumerate(prompt)]
     step = block_length if spec.aligned else 1
     needed = -(-(len(ids) + max_new_tokens) // step) * step
@@ -365,6 +387,7 @@ def _check_prompt(
         raise InputError(
             f"prompt {index}: {len(ids)} tokens and max_new_tokens={max_new_tokens} take {needed} positions"
             f"{f' in blocks of {block_length}' if step > 1 else ''}, more than the {spec.max_positions} of "
-            f"{spec.family}; {advice}."
+            f"{spec.family}; {advice}.",
+            field="prompt",
         )
     return ids

@@ -70,14 +70,15 @@ class Decoding:
         for name in ("max_new_tokens", "block_length"):
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= 1):
-                raise InputError(f"{name} must be at least 1, got {value!r}.")
+                raise InputError(f"{name} must be at least 1, got {value!r}.", field=name)
         if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_new_tokens):
             raise InputError(
                 f"min_tokens must be from 0 to max_new_tokens ({self.max_new_tokens}), got {self.min_tokens!r}; lower "
-                f"it, or ask for more tokens."
+                f"it, or ask for more tokens.",
+                field="min_tokens",
             )
         if not _is_int(self.seed):
-            raise InputError(f"seed must be a whole number, got {self.seed!r}.")
+            raise InputError(f"seed must be a whole number, got {self.seed!r}.", field="seed")
         _ = self.rule, self.sampling  # so that wrong values are refused here
 
     @cached_property
@@ -93,10 +94,11 @@ class Decoding:
             return replace(policy_sampler(self.rule), **said)
         if said:
             raise InputError(
-                "give either a sampler or temperature, top_p and top_k, not both; set them in the sampler."
+                "give either a sampler or temperature, top_p and top_k, not both; set them in the sampler.",
+                field=next(iter(said)),
             )
         if not isinstance(self.sampler, Sampler):
-            raise InputError(f"sampler must be a dgraph.Sampler, got {self.sampler!r}.")
+            raise InputError(f"sampler must be a dgraph.Sampler, got {self.sampler!r}.", field="sampler")
         return self.sampler
 
     @classmethod

@@ -128,7 +128,7 @@ class Sampler:
         _check("Sampler", "penalty_lambda", self.penalty_lambda, 0, _FINITE, "a finite number, at least 0")
         _check("Sampler", "cfg_scale", self.cfg_scale, 0, _FINITE, "a finite number, at least 0")
         if type(self.top_k) is not int or self.top_k < 0:
-            raise InputError(f"Sampler: top_k is a number of ids, 0 for all, got {self.top_k!r}.")
+            raise InputError(f"Sampler: top_k is a number of ids, 0 for all, got {self.top_k!r}.", field="top_k")
         if self.confidence_of not in CONFIDENCES:
             raise InputError(f"Sampler: confidence_of is one of {', '.join(CONFIDENCES)}, got {self.confidence_of!r}.")
         for name in ("suppress", "distrust"):
@@ -264,4 +264,4 @@ _FINITE = math.nextafter(math.inf, 0)
 
 def _check(owner: str, field: str, value: object, low: float, high: float, expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InputError(f"{owner}: {field} is {expected}, got {value!r}.")
+        raise InputError(f"{owner}: {field} is {expected}, got {value!r}.", field=field)

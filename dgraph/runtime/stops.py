@@ -78,9 +78,9 @@ def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], lea
 def check_stops(stops: Sequence[str]) -> None:
     """Raises `InputError` for one string in the place of several, for something else than a string, or an empty one."""
     if isinstance(stops, str):
-        raise InputError(f"stop strings are a list, got the string {stops!r}; wrap it in a list.")
+        raise InputError(f"stop strings are a list, got the string {stops!r}; wrap it in a list.", field="stop")
     if not isinstance(stops, Iterable):
-        raise InputError(f"stop strings are a list, got {stops!r}.")
+        raise InputError(f"stop strings are a list, got {stops!r}.", field="stop")
     for stop in stops:
         if not isinstance(stop, str) or not stop:
-            raise InputError(f"a stop string is a text of at least one character, got {stop!r}.")
+            raise InputError(f"a stop string is a text of at least one character, got {stop!r}.", field="stop")

@@ -130,7 +130,7 @@ def policy_of(rule: str | float | None = None, steps: int | None = None, **optio
     for name in options:
         raise InputError(f"option {name!r} belongs to a named rule; give its name, one of {', '.join(POLICIES)}.")
     if rule is not None and steps is not None:
-        raise InputError(f"give either threshold ({rule}) or steps ({steps}), not both.")
+        raise InputError(f"give either threshold ({rule}) or steps ({steps}), not both.", field="threshold")
     if steps is not None:
         return FixedSteps(steps)
     return ConfidenceThreshold(THRESHOLD if rule is None else rule)
@@ -153,22 +153,24 @@ def chosen_policy(policy: str | Policy | None, threshold: float | None, steps: i
     if isinstance(policy, type) or not callable(getattr(policy, "choose", None)):
         raise InputError(
             f"policy must be a name, or an object with choose(candidates) -> bool[b, B] (an object, not its class), "
-            f"got {policy!r}; `dgraph policies` lists the names."
+            f"got {policy!r}; `dgraph policies` lists the names.",
+            field="policy",
         )
     if options:
-        raise InputError(f"{', '.join(options)} cannot be set beside a policy object; set it in {policy!r}.")
+        message = f"{', '.join(options)} cannot be set beside a policy object; set it in {policy!r}."
+        raise InputError(message, field=next(iter(options)))
     return policy
 
 
 def _named(name: str, options: dict[str, Any]) -> DecodeRule:
     if name not in POLICIES and name not in PRESETS:
-        raise UnknownName("decode policy", name, {*POLICIES, *PRESETS})
+        raise UnknownName("decode policy", name, {*POLICIES, *PRESETS}, field="policy")
     preset = PRESETS.get(name)
     rule = preset if preset is not None else POLICIES[name]
     known = _settable(rule)
     for option in options:
         if option not in known and option not in SETTINGS and option != "sampler":
-            raise UnknownName(f"option of decode policy {name!r}", option, [*known, *SETTINGS])
+            raise UnknownName(f"option of decode policy {name!r}", option, [*known, *SETTINGS], field=option)
     sampler = options.pop("sampler", rule.sampler)
     if isinstance(sampler, Mapping):
         sampler = Sampler.from_json(sampler)
@@ -178,7 +180,7 @@ def _named(name: str, options: dict[str, Any]) -> DecodeRule:
         return replace(preset, **options)
     for option, field in known.items():
         if field.default is MISSING and option not in options:
-            raise InputError(f"{POLICIES[name].__name__}: {option} must be given, got none.")
+            raise InputError(f"{POLICIES[name].__name__}: {option} must be given, got none.", field=option)
     return POLICIES[name](**options)
 
 

@@ -98,7 +98,8 @@ def _missing(name: str, rule: object) -> InputError:
     return InputError(
         f"{type(rule).__name__}: needs {name}, got none; it takes "
         f"{ORIGINS.get(name, f'a step program that outputs {name}, or logits')}. "
-        f"Choose a rule that decides by confidence alone, or give it."
+        f"Choose a rule that decides by confidence alone, or give it.",
+        field="policy",
     )
 
 
@@ -268,7 +269,8 @@ class DecodeRule:
     def refuse(self, field: str, expected: str, hint: str = "") -> InputError:
         """The error for a field whose value is not what it should be."""
         value = getattr(self, field)
-        return InputError(f"{type(self).__name__}: {field} is {expected}, got {value!r}.{hint and ' ' + hint}")
+        message = f"{type(self).__name__}: {field} is {expected}, got {value!r}.{hint and ' ' + hint}"
+        return InputError(message, field=field)
 
     def check_number(self, field: str, low: float, high: float, expected: str, hint: str = "") -> None:
         """`InputError` unless the field is a number, not NaN, in [low, high]."""
