@@ -18,9 +18,9 @@ PAD_ID, EOS_ID, MASK_ID, USER_ID, ASSISTANT_ID = range(len(SPECIAL))
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}"
+    "{% if message['role'] in ['user', 'system', 'developer'] %}<|user|>{{ message['content'] }}"
     "{% elif message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|eos|>"
-    "{% else %}{{ raise_exception('roles are user and assistant, got ' + message['role']) }}{% endif %}"
+    "{% else %}{{ raise_exception('roles are system, user and assistant, got ' + message['role']) }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

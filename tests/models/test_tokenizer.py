@@ -173,8 +173,10 @@ def test_bytes_of_a_vocabulary_that_falls_back_to_them() -> None:
 def test_conversations_that_a_template_refuses() -> None:
     tokenizer = read_tokenizer(embedded()["tiny_sdar"].folder)
     assert tokenizer is not None
-    with pytest.raises(InputError, match=r"template refuses these messages: roles are user and assistant, got system"):
-        tokenizer.encode_chat([{"role": "system", "content": "be short"}])
+    with pytest.raises(InputError, match=r"refuses these messages: roles are system, user and assistant, got tool"):
+        tokenizer.encode_chat([{"role": "tool", "content": "sunny"}])
+    system, user = ({"role": role, "content": "be short"} for role in ("system", "user"))
+    assert tokenizer.encode_chat([system, user]) == tokenizer.encode_chat([user, user])
 
 
 def test_a_template_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
