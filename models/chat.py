@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -38,6 +38,25 @@ class ChatTemplates:
                 raise CheckpointError(
                     f"the chat template {name!r} cannot be compiled: {_reason(error)}; repair it, or remove it."
                 ) from error
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that a template reads of what it is given."""
+        from jinja2 import Environment, meta
+        from jinja2.ext import Extension
+
+        class Generation(Extension):
+            """The tag of transformers around what an assistant says."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        environment = Environment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+        read = (meta.find_undeclared_variables(environment.parse(text)) for text in self.templates.values())
+        return frozenset().union(*read)
 
     def __bool__(self) -> bool:
         return bool(self.templates)

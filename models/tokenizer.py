@@ -53,6 +53,11 @@ class FileTokenizer:
         named = ((name, self._names.get(name, "")) for name in ("eos_token", "mask_token"))
         return {f"{name}_id": self._tokenizer.token_to_id(text) if text else None for name, text in named}
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat templates read of what `encode_chat` is given; others say nothing."""
+        return self._chat.variables if self._chat else frozenset({"add_generation_prompt"})
+
     @cached_property
     def longest_token_bytes(self) -> int | None:
         """The most bytes of a text in UTF-8 that one id stands for; None where there is no bound."""

@@ -246,3 +246,14 @@ def test_a_damaged_tokenizer(tmp_path: Path, trained: dict[str, Any], name: str)
     (folder / name).write_text("{")
     with pytest.raises(CheckpointError, match=r"the tokenizer of .*damaged cannot be read"):
         read_tokenizer(folder)
+
+
+def test_names_that_a_template_reads() -> None:
+    template = (
+        "{% for turn in messages %}{% generation %}{{ turn.content }}{% endgeneration %}{% break %}{% endfor %}"
+        "{% macro shown(value) %}{{ value }}{{ today }}{% endmacro %}{{ shown(documents) }}"
+        "{% if enable_thinking is defined and enable_thinking is false %}no{% endif %}"
+    )
+    read = FileTokenizer(Tokenizer(BPE()), template).template_variables
+    assert read == {"messages", "today", "documents", "enable_thinking"}
+    assert FileTokenizer(Tokenizer(BPE())).template_variables == {"add_generation_prompt"}
