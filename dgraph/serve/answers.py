@@ -114,7 +114,7 @@ class Answer:
                 found.append(self._chunk(first))
         choice.usage, choice.finish = event.usage, event.finish_reason
         draft = event.draft if self.order.draft else None
-        asked = self.order.step_map or self.order.logprobs
+        asked = self.order.step_map or self.order.logprobs is not None
         if text or choice.finish is not None or draft is not None or (asked and event.token_ids):
             said = self.part(choice, text)
             said |= self._marks(choice, event.token_ids, event.step_map, event.confidence)
@@ -174,7 +174,7 @@ class Answer:
     ) -> dict[str, Any]:
         """Fields beside the text of a choice."""
         said: dict[str, Any] = {"logprobs": None, "finish_reason": choice.finish}
-        if self.order.logprobs:
+        if self.order.logprobs is not None:
             said["logprobs"] = self.logprobs(choice, ids, confidence)
         if self.order.step_map:
             said["step_map"], said["token_ids"] = list(steps), list(ids)
@@ -209,7 +209,7 @@ class Completion(Answer):
     def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
         pieces, logs = self.model.pieces(ids), [logarithm(c) for c in confidence]
         offsets = [choice.offsets.next(token, self.model.decode) for token in ids]
-        top = [{piece: log} for piece, log in zip(pieces, logs, strict=True)]
+        top = [{piece: log} for piece, log in zip(pieces, logs, strict=True)] if self.order.logprobs else None
         return {"tokens": pieces, "token_logprobs": logs, "top_logprobs": top, "text_offset": offsets}
 
 
@@ -238,7 +238,7 @@ class Chat(Answer):
                 "logprob": logarithm(sure),
                 "bytes": None if raw is None else [*raw],
             }
-            found.append({**one, "top_logprobs": [one]})
+            found.append({**one, "top_logprobs": [one] if self.order.logprobs else []})
         return {"content": found, "refusal": None}
 
 

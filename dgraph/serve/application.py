@@ -190,6 +190,12 @@ def _described(errors: Sequence[Any]) -> Refusal:
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return NO_JSON
+    if (field := first.get("ctx", {}).get("field")) is not None:  # an undeclared one, which its own words begin with
+        path = ".".join([*where, first["msg"]])
+        return Refusal(400, f"{path}.", param=(*where, field)[0])
+    if first["type"] == "string_unicode":  # in the name of a field
+        path = ".".join([*where, "a name"])
+        return Refusal(400, f"{path} has no half of a character (a lone surrogate).", param=(*where, None)[0])
     if not where:
         return Refusal(400, "the body must be a JSON object, sent as application/json.", code="json_invalid")
     said, value = first["msg"], first["input"]

@@ -17,7 +17,8 @@ from starlette.types import Receive
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.questions import Answer
 from dgraph.errors import EngineBusy, InputError
-from dgraph.serve.protocol import CONTENT, Lenient, Listed, Name, Text, one_of
+from dgraph.serve.neutral import DECISION, TURN
+from dgraph.serve.protocol import CONTENT, Fields, Listed, Name, Part, Text, one_of
 from dgraph.serve.refusal import Refusal, bad_field, not_now, shut_down
 from dgraph.serve.served_model import ServedModel, size_of
 from dgraph.serve.settings import ServeSettings
@@ -29,24 +30,19 @@ GONE = Refusal(499, "the client has left.")
 """For the log: nobody reads it."""
 
 
-class Part(Lenient):
-    """A part of a message, or of instructions."""
-
-    type: Name
-    text: Text | None = None
-
-
 Content = Annotated[Text | Listed[Part], one_of(CONTENT)]
 
 
-class Turn(Lenient):
+class Turn(Fields):
     """A message of the input."""
+
+    neutral = TURN
 
     role: Annotated[Name, Field(min_length=1)]
     content: Content
 
 
-class Predicate(Lenient):
+class Predicate(Fields):
     """How probable is it that a statement about the input is true?"""
 
     type: Literal["predicate"]
@@ -54,14 +50,14 @@ class Predicate(Lenient):
     name: Name | None = None
 
 
-class Option(Lenient):
+class Option(Fields):
     """One of the answers of a choice; true is another one than "true"."""
 
     value: Annotated[Annotated[Text, Field(min_length=1)] | bool, one_of("a text that is not empty, true or false")]
     description: Text | None = None
 
 
-class Choice(Lenient):
+class Choice(Fields):
     """Which of some answers is it?"""
 
     type: Literal["choice"]
@@ -70,14 +66,14 @@ class Choice(Lenient):
     name: Name | None = None
 
 
-class Level(Lenient):
+class Level(Fields):
     """A level of a score."""
 
     label: Annotated[Text, Field(min_length=1)]
     description: Text | None = None
 
 
-class Score(Lenient):
+class Score(Fields):
     """Which of some ordered levels is it?"""
 
     type: Literal["score"]
@@ -89,8 +85,10 @@ class Score(Lenient):
 Question = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
 
 
-class DecisionRequest(Lenient):
+class DecisionRequest(Fields):
     """POST /v1/decisions."""
+
+    neutral = DECISION
 
     model: Text | None = None
     input: Annotated[

@@ -1,14 +1,31 @@
-"""Requests as clients send them: OpenAI's fields, those of load clients, and our own. Unknown fields are ignored."""
+"""Requests as clients send them: OpenAI's fields, those of load clients, and our own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError
+
+from dgraph.errors import did_you_mean
+from dgraph.serve.neutral import ASKED, CALL, CHAT, MESSAGE, PART, STREAM, Neutral
 
 OWN = "own"
 """The type of errors that need no other words than their own."""
+NAMED = 64
+"""Characters of an unknown field's name that a refusal repeats."""
 
 
 def _whole(text: str) -> str:
@@ -45,6 +62,11 @@ def kind_of(value: Any) -> str:
     return f"a list of length {len(value)}" if isinstance(value, list) else "an object"
 
 
+def named(text: str) -> str:
+    """The beginning of a name that a client gave, for a refusal; half characters are written as JSON writes them."""
+    return text[:NAMED].encode(errors="backslashreplace").decode()
+
+
 T = TypeVar("T")
 Listed = Annotated[list[T], Field(fail_fast=True)]
 """A list of which the first fault alone is told: to collect a million takes half a minute."""
@@ -63,57 +85,61 @@ Prompt = Annotated[
 ]
 Stops = Annotated[Stop | Listed[Stop], one_of("a text of 1 to 1000 characters, or a list of such texts")]
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "best_of": (None, 1),
-    "frequency_penalty": (None, 0),
-    "function_call": (None, "none"),
-    "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "include_stop_str_in_output": (None, False),
-    "logit_bias": (None, {}),
-    "min_p": (None, 0),
-    "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "skip_special_tokens": (None, True),
-    "stop_token_ids": (None, []),
-    "structured_outputs": (None,),
-    "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "use_beam_search": (None, False),
-    "web_search_options": (None,),
-}
-"""Known fields that this server cannot serve, and the values that ask for nothing."""
 
-
-class Lenient(BaseModel):
-    """Fields that are not declared are kept aside."""
+class Fields(BaseModel):
+    """Declared fields, and those of `neutral` at the values that it has; every other one is refused by its name."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+    neutral: ClassVar[Mapping[str, Neutral]] = {}
+
+    @model_validator(mode="after")
+    def _check_others(self) -> Self:
+        if (stray := self.stray()) is not None:
+            field, said = stray
+            raise PydanticCustomError(OWN, "{field} {said}", {"field": field, "said": said})
+        return self
+
+    def stray(self) -> tuple[str, str] | None:
+        """A field that is neither declared nor neutral, with the reason for a refusal; None if there is none."""
+        for field, value in (self.model_extra or {}).items():
+            neutral = self.neutral.get(field)
+            if neutral is None:
+                hint = did_you_mean(named(field), {*type(self).model_fields, *self.neutral})
+                return named(field), " ".join(
+                    filter(None, ("is no field that this server knows.", hint, "Leave it out"))
+                )
+            if not neutral.allows(value):
+                return field, f"cannot be served by this server; {neutral.advice}"
+        return None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Declared fields, those that are neutral, and no others."""
+        schema = handler.resolve_ref_schema(handler(core))
+        others = {name: neutral.schema for name, neutral in cls.neutral.items() if name not in cls.model_fields}
+        schema["properties"] = {**schema.get("properties", {}), **others}
+        schema["additionalProperties"] = False
+        return schema
 
 
-class StreamOptions(Lenient):
+class StreamOptions(Fields):
     """Of a stream: usage in one more chunk at its end, or in every chunk."""
+
+    neutral = STREAM
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Asked(Lenient):
+class Asked(Fields):
     """What both endpoints take.
 
     threshold, steps, policy, block_length: as in `dgraph.Decoding`; stream_mode: "draft" brings the block that is being
     decoded in a field of its own; return_step_map: which step committed each token; canvas: the response in segments, a
     text that is fixed or a number of positions that are free.
     """
+
+    neutral = ASKED
 
     model: Text | None = None
     max_tokens: Positive | None = None
@@ -148,24 +174,89 @@ CONTENT = "a text, or a list of parts with a type and a text"
 """What a message says."""
 
 
-class Part(Lenient):
+class Part(Fields):
     """A part of a message."""
+
+    neutral = PART
 
     type: Text
     text: Text | None = None
 
+    def stray(self) -> tuple[str, str] | None:
+        """None for a part that is no text, which is refused for what it is."""
+        return super().stray() if self.text is not None else None
 
-class Message(Lenient):
+
+def _object(arguments: Any) -> Any:
+    """Arguments of a call as an object, which chat templates read; clients send them as a text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise PydanticCustomError(OWN, "arguments of a call are an object in JSON")
+    return found
+
+
+class Function(Fields):
+    """A function that an assistant called."""
+
+    name: Name
+    arguments: Annotated[dict[str, Any] | Text | None, AfterValidator(_object)] = None
+
+
+class ToolCall(Fields):
+    """A call of a tool in an assistant's earlier turn."""
+
+    neutral = CALL
+
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    function: Function
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """What a chat template reads."""
+        return self.model_dump(exclude_none=True)
+
+
+class Message(Fields):
     """A turn of a conversation."""
+
+    neutral = MESSAGE
 
     role: Annotated[Name, Field(min_length=1)]
     content: Annotated[Text | Listed[Part] | None, one_of(CONTENT)] = None
+    name: Name | None = None
+    tool_calls: Listed[ToolCall] | None = None
+    tool_call_id: Text | None = None
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """What a chat template reads, except the content."""
+        given = self.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
+        calls = [call.turn for call in self.tool_calls or ()]
+        return {**given, "tool_calls": calls} if calls else given
 
 
 class ChatRequest(Asked):
-    """POST /v1/chat/completions. Messages are framed by the model's chat template."""
+    """POST /v1/chat/completions. Messages are framed by the model's chat template.
+
+    add_generation_prompt, continue_final_message: how the prompt ends, as in vLLM; documents, chat_template_kwargs: for
+    the chat template; tools: taken where tool_choice is "none".
+    """
+
+    neutral = CHAT
 
     messages: Annotated[Listed[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Listed[dict[str, Any]] | None = None
+    functions: Listed[dict[str, Any]] | None = None

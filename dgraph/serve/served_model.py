@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,11 +60,24 @@ class ServedModel:
         self.check_fits(text, field)
         return list(read(text))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[int]:
-        """Ids of a conversation; see `encode_text`. `InputError` also where its template has no form for it."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], field: str = "messages", /, **options: Any
+    ) -> list[int]:
+        """Ids of a conversation; see `encode_text`. `InputError` also where its template has no form for it.
+
+        options: as `dgraph.models.tokenizer.FileTokenizer.encode_chat` has them.
+        """
         read = self._reader("encode_chat")
         self.check_fits(messages, field)
-        return list(read(messages))
+        return list(read(messages, **options))
+
+    def reads_in_chats(self, option: str) -> bool:
+        """Whether an option of `encode_chat` says anything to this model's tokenizer and its chat template."""
+        parameters = inspect.signature(self._reader("encode_chat")).parameters
+        if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return False
+        variables = getattr(self.engine.tokenizer, "template_variables", None)
+        return option == "continue_final_message" or variables is None or option in variables
 
     def check_fits(self, given: object, field: str) -> None:
         """Raises `Refusal` for texts, in lists and objects as JSON has them, that cannot fit: too many bytes for the

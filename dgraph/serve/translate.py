@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dgraph.errors import DgraphError, InputError, UnknownName
+from dgraph.errors import InputError, UnknownName
 from dgraph.runtime.decoding import RULE, Decoding
-from dgraph.serve.protocol import NEUTRAL, Asked, ChatRequest, CompletionRequest
+from dgraph.serve.neutral import TEMPLATE
+from dgraph.serve.protocol import Asked, ChatRequest, CompletionRequest, named
 from dgraph.serve.refusal import Refusal, bad_field
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
@@ -21,6 +21,12 @@ CHAT_TOKENS = 128
 """New tokens of a chat that does not say, where every step forwards all of them."""
 DECODING = (*RULE, "block_length", "temperature", "top_p", "top_k", "min_tokens")
 """Fields that are those of a `Decoding`."""
+TAKEN = (*CompletionRequest.model_fields, *ChatRequest.model_fields)
+"""Fields that a refusal can name."""
+RESERVED = frozenset(
+    ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "template")
+)
+"""Names that `encode_chat` has for other things than variables of a chat template."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Order:
         stream, usage_at_end, usage_always: how it is answered.
         draft: whether it brings the block that is being decoded.
         step_map: whether it brings ids, their texts, steps and confidences.
-        logprobs: whether it brings the logarithms of confidences.
+        logprobs: likely tokens beside the logarithm of each token's confidence; None for no logarithms.
     """
 
     prompts: list[list[int]]
@@ -50,7 +56,7 @@ class Order:
     usage_always: bool
     draft: bool
     step_map: bool
-    logprobs: bool
+    logprobs: int | None
 
 
 def completion_order(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> Order:
@@ -62,7 +68,7 @@ def completion_order(body: CompletionRequest, model: ServedModel, settings: Serv
         if body.echo:
             raise bad_field("logprobs", "a diffusion model gives no probabilities of a prompt: leave echo or it out.")
     wanted = body.max_tokens or COMPLETION_TOKENS
-    return _order(body, model, settings, prompts, texts if body.echo else None, wanted, body.logprobs is not None)
+    return _order(body, model, settings, prompts, texts if body.echo else None, wanted, body.logprobs)
 
 
 def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -> Order:
@@ -71,16 +77,66 @@ def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -
         raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
     if body.top_logprobs and body.top_logprobs > 1:
         raise bad_field("top_logprobs", f"only the chosen token's is known: at most 1, got {body.top_logprobs}.")
-    messages = [{"role": message.role, "content": text_of(message.content, "messages")} for message in body.messages]
-    try:
-        ids = model.encode_chat(messages)
-    except InputError as error:
-        raise bad_field("messages", str(error)) from None
+    _check_tools(body)
+    ids = _framed(body, model)
     wanted = body.max_completion_tokens or body.max_tokens or settings.default_max_tokens
     if wanted is None:
         room = model.engine.max_tokens - len(ids)
         wanted = max(1, room if model.engine.spec.attention == "block_causal" else min(room, CHAT_TOKENS))
-    return _order(body, model, settings, [ids], None, wanted, bool(body.logprobs))
+    return _order(body, model, settings, [ids], None, wanted, (body.top_logprobs or 0) if body.logprobs else None)
+
+
+def _check_tools(body: ChatRequest) -> None:
+    """Tools are served as long as none may be called: they are not shown to the model."""
+    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if getattr(body, tools) and getattr(body, choice, None) != "none":
+            advice = f'leave it out, or say {choice} "none"'
+            raise bad_field(tools, f"{tools} cannot be served by this server; {advice}.")
+
+
+def _framed(body: ChatRequest, model: ServedModel) -> list[int]:
+    """Ids of a conversation, framed as the client wants it."""
+    turns = [{**message.turn, "content": text_of(message.content, "messages")} for message in body.messages]
+    calls = [place for place, message in enumerate(body.messages) if message.tool_calls]
+    try:
+        options = _template_options(body, model)
+        ids = model.encode_chat(turns, **options)
+        if calls and ids == model.encode_chat([_without_calls(turn) for turn in turns], **options):
+            said = "is not shown by the model's chat template; leave it out"
+            raise bad_field("messages", f"messages.{calls[0]}.tool_calls {said}.")
+    except InputError as error:
+        raise bad_field("messages", str(error)) from None
+    return ids
+
+
+def _without_calls(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in turn.items() if name != "tool_calls"}
+
+
+def _template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
+    """Further arguments of `encode_chat`."""
+    given: dict[str, Any] = body.chat_template_kwargs or {}
+    options: dict[str, Any] = {}
+    if body.continue_final_message:
+        if body.add_generation_prompt is not False:
+            said = "no new turn begins after a message that goes on"
+            advice = "say add_generation_prompt false, or leave continue_final_message out"
+            raise bad_field("continue_final_message", f"{said}; {advice}.")
+        options["continue_final_message"] = True
+    if body.add_generation_prompt is False:
+        options["add_generation_prompt"] = False
+    if body.documents:
+        options["documents"] = body.documents
+    for field in ("documents", TEMPLATE):
+        model.check_fits(getattr(body, field) or (), field)
+    for name in given:
+        if name in RESERVED:
+            raise bad_field(TEMPLATE, f"{TEMPLATE}.{named(name)} is a field of its own; give it beside the messages.")
+    for name in (*options, *given):
+        if not model.reads_in_chats(name):
+            field, path = (TEMPLATE, f"{TEMPLATE}.{named(name)}") if name in given else (name, name)
+            raise bad_field(field, f"{path} is not read by the chat template of this model; leave it out.")
+    return {**given, **options}
 
 
 def text_of(content: str | list[Any] | None, field: str, kinds: Collection[str] = ("text",)) -> str:
@@ -121,9 +177,8 @@ def _order(
     prompts: list[list[int]],
     texts: list[str] | None,
     wanted: int,
-    logprobs: bool,
+    logprobs: int | None,
 ) -> Order:
-    _check_neutral(body)
     choices = body.n or 1
     if choices > settings.max_n:
         raise bad_field("n", f"n is at most {settings.max_n} here, got {choices}.")
@@ -175,14 +230,6 @@ def _canvas(body: Asked, model: ServedModel) -> list[int | None] | None:
     return positions
 
 
-def _check_neutral(body: Asked) -> None:
-    for name, value in (body.model_extra or {}).items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            ways = " or ".join(repr(v) for v in NEUTRAL[name] if v is not None)
-            advice = f"leave it out{f', or say {ways}' if ways else ''}"
-            raise bad_field(name, f"{name} cannot be served by this server; {advice}.")
-
-
 def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedModel, settings: ServeSettings) -> None:
     room = model.engine.max_tokens
     if not ids:
@@ -222,20 +269,16 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
         raise refused(error) from None
 
 
-def refused(error: DgraphError, where: str | None = None, decoding: Decoding | None = None) -> Refusal:
-    """The refusal for what dgraph says of a request: the first field that its message names is at fault.
+def refused(error: InputError | UnknownName, where: str | None = None, decoding: Decoding | None = None) -> Refusal:
+    """The refusal for what dgraph says of a request.
 
     Args:
         where: the field that has the prompts, if they have been read.
-        decoding: what was asked for, if that has been read: of fields that have their defaults a message only advises,
-            so that the policy is at fault, if one was chosen.
+        decoding: what was asked for, if that has been read. Of a field that has its default the policy is at fault, if
+            one was chosen: it brings settings of its own.
     """
-    message = str(error)
-    if re.match(r"prompt \d+\b", message):
-        return Refusal(400, message, param=where)
-    found = [error.name] if isinstance(error, UnknownName) and error.name in DECODING else (*DECODING, "canvas")
-    named = [name for name in found if re.search(rf"\b{name}\b", message)]
-    if decoding is not None:
-        asked = [name for name in DECODING if getattr(decoding, name) != getattr(Decoding, name)]
-        named = [name for name in named if name in (*asked, "canvas")] or [n for n in ("policy",) if n in asked]
-    return Refusal(400, message, param=named[0] if named else None)
+    fields = {"prompt": where, "max_new_tokens": "max_tokens"}
+    param = None if error.field is None else fields.get(error.field, error.field)
+    if decoding is not None and param in DECODING and getattr(decoding, param) == getattr(Decoding, param):
+        param = "policy" if decoding.policy is not None else None
+    return Refusal(400, str(error), param=param if param in TAKEN else None)

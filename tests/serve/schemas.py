@@ -76,7 +76,8 @@ class Schemas:
         return st.lists(self.of(schema.get("items", {})), min_size=schema.get("minItems", 0), max_size=4)
 
     def _object(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
-        fields = {name: self.of(inner) for name, inner in schema.get("properties", {}).items()}
+        given = schema.get("properties", {}).items()
+        fields = {name: self.of(inner) for name, inner in given if "Not served" not in inner.get("description", "")}
         needed = {name: fields.pop(name) for name in schema.get("required", ())}
         return _object_of(needed, fields)
 

@@ -39,8 +39,11 @@ def test_a_chat_of_several_turns(http: httpx.Client) -> None:
     answer = http.post("/v1/chat/completions", json={"messages": messages, "max_completion_tokens": 5, "max_tokens": 9})
     assert answer.json()["usage"]["completion_tokens"] <= 5, "max_completion_tokens is what counts"
     system = [{"role": "system", "content": "be short"}, *messages]
-    error = refused(http.post("/v1/chat/completions", json={"messages": system}))
-    assert (error["param"], "roles are user and assistant" in error["message"]) == ("messages", True)
+    more = http.post("/v1/chat/completions", json={"messages": system, "max_tokens": 5}).json()["usage"]
+    assert more["prompt_tokens"] > answer.json()["usage"]["prompt_tokens"], "a system message reaches the model"
+    other = [{"role": "robot", "content": "be short"}, *messages]
+    error = refused(http.post("/v1/chat/completions", json={"messages": other}))
+    assert (error["param"], "roles are system, user and assistant" in error["message"]) == ("messages", True)
 
 
 def test_a_stream_is_the_same_in_pieces(http: httpx.Client) -> None:

@@ -64,7 +64,7 @@ def test_an_answer_is_what_the_engine_decides(http: httpx.Client, live: Live) ->
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"role": "system", "content": "a"}]}, "input"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input"),
         ({"input": "a" * 4000}, "questions"),
         ({"questions": []}, "questions"),

@@ -83,3 +83,15 @@ def test_many_clients_at_once(live: Live) -> None:
             assert await asyncio.gather(*(one(place % 2 == 0) for place in range(12))) == [SORTED] * 12
 
     asyncio.run(run())
+
+
+def test_fields_of_other_servers_and_system_messages(client: openai.OpenAI) -> None:
+    for field, value in (("logit_bias_", {}), ("guided_regex", "a+"), ("top_a", 0.5)):
+        with pytest.raises(openai.BadRequestError, match=field) as bad:
+            client.chat.completions.create(**CHAT, extra_body={field: value})
+        assert bad.value.param == field
+    system = {"role": "system", "content": "You are a helpful assistant."}
+    found = client.chat.completions.create(**{**CHAT, "messages": [system, *CHAT["messages"]]})
+    assert found.choices[0].message.content == SORTED
+    turns = [*CHAT["messages"], found.choices[0].message, *CHAT["messages"]]
+    assert client.chat.completions.create(**{**CHAT, "messages": turns}).choices[0].message.role == "assistant"

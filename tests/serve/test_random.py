@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dgraph
-from dgraph.serve.protocol import NEUTRAL
+from dgraph.serve.neutral import ASKED
 from tests.serve.asking import WORDS, chunks_of
 from tests.serve.live import WAIT, Held, Live
 from tests.serve.schemas import JSON, Schemas
@@ -57,7 +57,7 @@ def test_requests_as_the_schema_has_them_and_nearly(http: httpx.Client, schemas:
     body = data.draw(schemas.body(path))
     if isinstance(body, dict):
         if data.draw(st.integers(0, 9)) == 0:
-            body[data.draw(st.sampled_from(sorted(NEUTRAL)))] = data.draw(JSON)
+            body[data.draw(st.sampled_from(sorted(ASKED)))] = data.draw(JSON)
         for name, known in (("model", "fake"), ("policy", "sequential")):
             if name in body and data.draw(st.integers(0, 4)):
                 body[name] = known
