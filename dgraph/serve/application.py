@@ -15,6 +15,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from dgraph.serve.access_log import Record
 from dgraph.serve.answers import Answer, Chat, Completion
 from dgraph.serve.decisions import Deciding, DecisionRequest
+from dgraph.serve.document import Documented
 from dgraph.serve.guard import Guard
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.metrics import Metrics, Pace
@@ -41,7 +42,8 @@ SECURE = {
 
 def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
     """The application over what a lifetime serves, now and later. Its `state` has `lifetime`."""
-    app = FastAPI(title="dgraph", version=importlib.metadata.version("dgraph"), docs_url=None, redoc_url=None)
+    version = importlib.metadata.version("dgraph")
+    app = Documented(settings, title="dgraph", version=version, docs_url=None, redoc_url=None)
     app.state.lifetime = lifetime
     metrics, turns = Metrics(lifetime), Turns()
     _add_errors(app)
