@@ -296,7 +296,7 @@ def canvases_of(
 def check_canvases(
     spec: ModelSpec, canvases: Sequence[Sequence[int | None] | None] | None, prompts: int, decoding: Decoding
 ) -> list[Canvas]:
-    """What is fixed of the responses to so many prompts, or an `InputError`; None for nothing."""
+    """The fixed positions of the responses to that many prompts, or an `InputError`; None for nothing."""
     if canvases is None:
         return [()] * prompts
     if len(canvases) != prompts:

@@ -63,7 +63,7 @@ class Choice:
 
 
 class Answer:
-    """What one request is answered with, as a whole or chunk by chunk.
+    """The answer to one request, as a whole or chunk by chunk.
 
     Args:
         model: who answers.
@@ -95,13 +95,13 @@ class Answer:
         raise NotImplementedError
 
     def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
-        """Of what is new."""
+        """The logarithms of new tokens."""
         raise NotImplementedError
 
     # -- what does not -------------------------------------------------------------------------------------------------
 
     def echoed(self, choice: Choice) -> str:
-        """What comes before a choice's text."""
+        """The text before a choice's own."""
         return self.order.texts[choice.index // self.order.choices]
 
     def chunks(self, choice: Choice, event: Event) -> list[str]:
@@ -193,7 +193,7 @@ class Answer:
 
 
 class Completion(Answer):
-    """Of /v1/completions."""
+    """Answers of /v1/completions."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -214,7 +214,7 @@ class Completion(Answer):
 
 
 class Chat(Answer):
-    """Of /v1/chat/completions."""
+    """Answers of /v1/chat/completions."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
@@ -243,5 +243,5 @@ class Chat(Answer):
 
 
 def logarithm(confidence: float) -> float:
-    """Of a confidence, as a number that JSON has."""
+    """The logarithm of a confidence, as a number that JSON has."""
     return math.log(confidence) if confidence > 0 else LEAST

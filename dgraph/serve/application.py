@@ -77,7 +77,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Of dgraph."""
+        """The version of dgraph."""
         return {"version": importlib.metadata.version("dgraph")}
 
     @app.get("/metrics")
@@ -87,7 +87,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """What is served."""
+        """The models that are served."""
         lifetime.model(None)
         return {"object": "list", "data": [model.describe() for model in lifetime.models.values()]}
 
@@ -137,7 +137,7 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
 def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics, turns: Turns) -> None:
     @app.post("/v1/decisions")
     async def decisions(request: Request, body: DecisionRequest) -> Response:
-        """How probable given answers are, in one forward for each question."""
+        """The probabilities of given answers, in one forward for each question."""
         model = lifetime.model(body.model)
         request.scope["record"].facts["model"] = model.id
         deciding = Deciding(body, model, settings)

@@ -1,6 +1,6 @@
 """Decisions: how probable given answers are, read in one forward and without generating text (OpenAI's Decisions API).
 
-A mask model decides what stands in a slot, so a question is a conversation whose next turn is a slot, and its answers
+A mask model decides what stands in a slot. So a question is a conversation whose next turn is a slot, and its answers
 are the labels that may stand there (`Engine.decide`).
 """
 
@@ -27,7 +27,7 @@ from dgraph.serve.translate import check_prompt, text_of
 TEXTS = ("input_text", "output_text", "text")
 """Parts of a message that can be read."""
 GONE = Refusal(499, "the client has left.")
-"""For the log: nobody reads it."""
+"""The status in the log; the client does not read it."""
 
 
 Content = Annotated[Text | Listed[Part], one_of(CONTENT)]
@@ -43,7 +43,7 @@ class Turn(Fields):
 
 
 class Predicate(Fields):
-    """How probable is it that a statement about the input is true?"""
+    """A statement about the input, whose probability is asked for."""
 
     type: Literal["predicate"]
     instructions: Content
@@ -58,7 +58,7 @@ class Option(Fields):
 
 
 class Choice(Fields):
-    """Which of some answers is it?"""
+    """A question with some answers to choose from."""
 
     type: Literal["choice"]
     instructions: Content
@@ -74,7 +74,7 @@ class Level(Fields):
 
 
 class Score(Fields):
-    """Which of some ordered levels is it?"""
+    """A question with some ordered levels to choose from."""
 
     type: Literal["score"]
     instructions: Content
@@ -219,7 +219,7 @@ def _turns(given: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def _form(question: Predicate | Choice | Score) -> str:
-    """What is said after the instructions."""
+    """The words after the instructions."""
     if isinstance(question, Predicate):
         return "Is this true? Answer yes or no."
     described: Sequence[Option | Level] = question.choices if isinstance(question, Choice) else question.levels

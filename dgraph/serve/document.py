@@ -27,7 +27,7 @@ REASONS = {
     500: "The server failed; its log says why.",
     503: "The server takes no requests now: it loads, is busy, shuts down, or its engine has stopped.",
 }
-"""What an error means, by status."""
+"""Meanings of errors, by status."""
 
 
 class Shape(BaseModel):
@@ -37,7 +37,7 @@ class Shape(BaseModel):
 
 
 class Error(Shape):
-    """What went wrong."""
+    """The fault of a request, or of the server."""
 
     message: str
     type: str
@@ -80,7 +80,7 @@ class Draft(Shape):
 
 
 class Marked(Shape):
-    """Of a choice: why it ended, and what `return_step_map` and `stream_mode` bring."""
+    """A choice's end, and the fields that `return_step_map` and `stream_mode` bring."""
 
     index: int
     finish_reason: Literal["stop", "length"] | None
@@ -107,7 +107,7 @@ class TextChoice(Marked):
 
 
 class TextPart(TextChoice):
-    """What is new of it."""
+    """The new part of it."""
 
     draft: Draft | None = None
 
@@ -134,7 +134,7 @@ class ChatLogprobs(Shape):
 
 
 class Said(Shape):
-    """What the assistant says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -149,14 +149,14 @@ class ChatChoice(Marked):
 
 
 class Delta(Shape):
-    """What the assistant says more."""
+    """The new part of the assistant's message."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
 
 
 class ChatPart(Marked):
-    """What is new of a response."""
+    """The new part of a response."""
 
     delta: Delta
     logprobs: ChatLogprobs | None
@@ -164,7 +164,7 @@ class ChatPart(Marked):
 
 
 class Envelope(Shape):
-    """Of every answer with text."""
+    """Fields of every answer with text."""
 
     id: str
     created: int
@@ -219,7 +219,7 @@ class WeighedLevel(Shape):
 
 
 class PredicateAnswer(Shape):
-    """How probable a statement is."""
+    """The probability of a statement."""
 
     type: Literal["predicate"]
     name: str | None
@@ -303,9 +303,9 @@ WHOLE: dict[str, type[Shape]] = {
     "/v1/chat/completions": ChatAnswer,
     "/v1/decisions": DecisionAnswer,
 }
-"""What a path answers in JSON."""
+"""Answers in JSON, by path."""
 CHUNKS: dict[str, type[Shape]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
-"""What each event of a stream has."""
+"""Data of each event of a stream, by path."""
 
 
 class Documented(FastAPI):

@@ -23,7 +23,7 @@ class Neutral:
     instead: str = ""
 
     def allows(self, value: Any) -> bool:
-        """Whether a value asks for nothing."""
+        """True for a value that asks for nothing."""
         same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)  # 0 == False
         return self.any or value is None or any(same)
 
@@ -275,10 +275,10 @@ ASKED: Mapping[str, Neutral] = {
     "slot_id": only(-1),
     "vllm_xargs": only(),
 }
-"""Of a request for text: by field. A request that declares one of them takes it at other values, too."""
+"""Fields of a request for text. A request that declares one of them takes it at other values, too."""
 
 CHAT: Mapping[str, Neutral] = {**ASKED, "add_special_tokens": only(False)}
-"""Of a chat, whose template writes the special tokens."""
+"""Fields of a chat, whose template writes the special tokens."""
 
 MESSAGE: Mapping[str, Neutral] = {
     "annotations": ANY,
@@ -297,7 +297,7 @@ MESSAGE: Mapping[str, Neutral] = {
     "tool_name": ANY,
     "weight": ANY,
 }
-"""Of a message. All of it reaches the chat template."""
+"""Fields of a message. All of it reaches the chat template."""
 
 PART: Mapping[str, Neutral] = {
     "annotations": ANY,
@@ -305,7 +305,7 @@ PART: Mapping[str, Neutral] = {
     "logprobs": ANY,
     "prompt_cache_breakpoint": ANY,
 }
-"""Of a part of a message that is a text."""
+"""Fields of a part of a message that is a text."""
 
 CALL: Mapping[str, Neutral] = {
     "custom": only(),
@@ -313,16 +313,16 @@ CALL: Mapping[str, Neutral] = {
     "index": ANY,
     "provider_specific_fields": ANY,
 }
-"""Of a call of a tool in an assistant's earlier turn."""
+"""Fields of a call of a tool in an assistant's earlier turn."""
 
 STREAM: Mapping[str, Neutral] = {"include_obfuscation": ANY}
-"""Of how a stream is to be."""
+"""Fields of `stream_options`."""
 
 DECISION: Mapping[str, Neutral] = {
     name: ASKED[name]
     for name in ("metadata", "prompt_cache_key", "prompt_cache_options", "safety_identifier", "store", "user")
 }
-"""Of a request for decisions."""
+"""Fields of a request for decisions."""
 
 TURN: Mapping[str, Neutral] = {"id": ANY, "phase": ANY, "status": ANY, "type": only("message")}
-"""Of a message of their input."""
+"""Fields of a message of their input."""

@@ -38,7 +38,7 @@ def _whole(text: str) -> str:
 
 
 def one_of(forms: str) -> WrapValidator:
-    """Of a field that has several forms: refuses what has none of them by naming the forms, not by what each misses."""
+    """Check a field that has several forms: a refusal names the forms, and not the faults of each."""
 
     def check(value: Any, valid: Any) -> Any:
         try:
@@ -52,7 +52,7 @@ def one_of(forms: str) -> WrapValidator:
 
 
 def kind_of(value: Any) -> str:
-    """What a value of JSON is, without the texts in it, which are not for everybody."""
+    """Name the kind of a JSON value, without its texts, which are not for everybody."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):
@@ -100,7 +100,7 @@ class Fields(BaseModel):
         return self
 
     def stray(self) -> tuple[str, str] | None:
-        """A field that is neither declared nor neutral, with the reason for a refusal; None if there is none."""
+        """A field that is neither declared nor neutral, with the reason for a refusal; None without one."""
         for field, value in (self.model_extra or {}).items():
             neutral = self.neutral.get(field)
             if neutral is None:
@@ -123,7 +123,7 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
-    """Of a stream: usage in one more chunk at its end, or in every chunk."""
+    """Options of a stream: usage in one more chunk at its end, or in every chunk."""
 
     neutral = STREAM
 
@@ -132,7 +132,7 @@ class StreamOptions(Fields):
 
 
 class Asked(Fields):
-    """What both endpoints take.
+    """Fields of both endpoints.
 
     threshold, steps, policy, block_length: as in `dgraph.Decoding`; stream_mode: "draft" brings the block that is being
     decoded in a field of its own; return_step_map: which step committed each token; canvas: the response in segments, a
@@ -171,7 +171,7 @@ class CompletionRequest(Asked):
 
 
 CONTENT = "a text, or a list of parts with a type and a text"
-"""What a message says."""
+"""The forms of a message's content."""
 
 
 class Part(Fields):
@@ -218,7 +218,7 @@ class ToolCall(Fields):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What a chat template reads."""
+        """The call as a chat template reads it."""
         return self.model_dump(exclude_none=True)
 
 
@@ -235,7 +235,7 @@ class Message(Fields):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """What a chat template reads, except the content."""
+        """The message as a chat template reads it, except its content."""
         given = self.model_dump(exclude_none=True, exclude={"content", "tool_calls"})
         calls = [call.turn for call in self.tool_calls or ()]
         return {**given, "tool_calls": calls} if calls else given

@@ -1,4 +1,4 @@
-"""What a client is told of a request that cannot be served, in the form of OpenAI's API."""
+"""Refusals of requests, in the form of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ServedModel:
         return list(read(messages, **options))
 
     def reads_in_chats(self, option: str) -> bool:
-        """Whether an option of `encode_chat` says anything to this model's tokenizer and its chat template."""
+        """True for an option of `encode_chat` that this model's tokenizer and its chat template read."""
         parameters = inspect.signature(self._reader("encode_chat")).parameters
         if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return False

@@ -31,7 +31,7 @@ RESERVED = frozenset(
 
 @dataclass(frozen=True)
 class Order:
-    """What an engine is asked for one request of a client: every prompt `choices` times.
+    """One request of a client as an engine takes it: every prompt `choices` times.
 
     Attributes:
         prompts: ids of each; where: the field that has them.
@@ -60,7 +60,7 @@ class Order:
 
 
 def completion_order(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> Order:
-    """What a completion asks for; raises `Refusal`."""
+    """The order of a completion; raises `Refusal`."""
     prompts, texts = _prompts(body, model, settings)
     if body.logprobs is not None:
         if body.logprobs > 1:
@@ -72,7 +72,7 @@ def completion_order(body: CompletionRequest, model: ServedModel, settings: Serv
 
 
 def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -> Order:
-    """What a chat asks for; raises `Refusal`."""
+    """The order of a chat; raises `Refusal`."""
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
     if body.top_logprobs and body.top_logprobs > 1:
@@ -140,7 +140,7 @@ def _template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
 
 
 def text_of(content: str | list[Any] | None, field: str, kinds: Collection[str] = ("text",)) -> str:
-    """What a message says: a text, or parts of these types, whose texts are joined; raises `Refusal`.
+    """The text of a message, whose content is a text or parts of these types; raises `Refusal`.
 
     Args:
         content: None for nothing; parts have a `type` and a `text`.
@@ -274,8 +274,8 @@ def refused(error: InputError | UnknownName, where: str | None = None, decoding:
 
     Args:
         where: the field that has the prompts, if they have been read.
-        decoding: what was asked for, if that has been read. Of a field that has its default the policy is at fault, if
-            one was chosen: it brings settings of its own.
+        decoding: what was asked for, if that has been read. Where a field has its default, a policy that was
+            chosen is at fault: it brings settings of its own.
     """
     fields = {"prompt": where, "max_new_tokens": "max_tokens"}
     param = None if error.field is None else fields.get(error.field, error.field)

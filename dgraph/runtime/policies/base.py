@@ -413,7 +413,7 @@ def check_needs(policy: Policy, given: Collection[str]) -> None:
 
 
 PAIRS = 128
-"""Up to so many columns all pairs are compared, which fuses with what is around it; beyond that sorting is faster."""
+"""Up to this number of columns all pairs are compared, fused with what is around it. Beyond it sorting is faster."""
 
 
 def rank(score: Tensor) -> Tensor:
