@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
 
 from dgraph.errors import DgraphError, PassError, UnknownName
 from dgraph.graph import Graph
 from dgraph.passes.base import Pass, Report
+from dgraph.readonly import read_only
 from dgraph.verify import Signature, verify
 
 
@@ -32,17 +36,20 @@ def run_passes(
         One report per pass, in order.
 
     Raises:
-        PassError: a pass that is not optional applied nowhere; the message lists the near misses.
-        VerifyError: a pass broke a rule.
+        PassError: a pass that is not optional applied nowhere; the message lists the near misses. Or it rewrote the
+            graph and reported nothing.
+        VerifyError: a pass broke a rule, or wrote a weight in place, which holds its own bits again.
 
         What else a pass raises is raised with a note that names it.
     """
     reports = []
     for step in passes:
         report = Report(step.name, repr(step), step.effect)
-        before, count, start = Signature.of(graph), len(graph.calls), time.perf_counter()
+        before, written, count = Signature.of(graph), _text(graph), len(graph.calls)
+        start = time.perf_counter()
         try:
-            step.run(graph, report)
+            with read_only(_weights(graph), step.name, ahead=_from_outside(step)):
+                step.run(graph, report)
         except DgraphError as error:
             if str(error).startswith(f"{step.name}:"):
                 raise
@@ -52,6 +59,8 @@ def run_passes(
             error.add_note(f"It was raised while the pass {step!r} ran.")
             raise
         rewritten = time.perf_counter()
+        if not report.applied and _text(graph) != written:
+            raise PassError(_reported_nothing(report))
         if not report.applied and step.name not in optional:
             raise PassError(_applied_nowhere(report))
         graph.history += (repr(step),)
@@ -62,6 +71,32 @@ def run_passes(
         if observer is not None:
             observer(step, graph)
     return reports
+
+
+def _weights(graph: Graph) -> dict[str, Tensor]:
+    """Every tensor that a pass finds in a graph, by name; without those that only stand for one."""
+    tensors = {**graph.tensors, **graph.own}
+    for name, low_rank in () if graph.adapter is None else graph.adapter.weights.items():
+        tensors |= {f"{name} of the adapter ({part})": getattr(low_rank, part) for part in ("down", "up")}
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+
+
+def _from_outside(step: Pass) -> bool:
+    """Whether another package brings a pass."""
+    return type(step).__module__.partition(".")[0] != __name__.partition(".")[0]
+
+
+def _text(graph: Graph) -> list[Any]:
+    """What a graph computes, for a comparison within this process."""
+    calls = [(node, node.target, node.args, node.kwargs) for node in graph.fx.nodes]
+    return [calls, graph.outputs, list(graph.inputs.values())]
+
+
+def _reported_nothing(report: Report) -> str:
+    return (
+        f"{report.config} changed the graph, but reported nothing. Call report.did(what, layer) at each place where it "
+        f"rewrites, and leave the graph as it is where it only calls report.skip."
+    )
 
 
 def _applied_nowhere(report: Report) -> str:

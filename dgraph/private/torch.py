@@ -25,6 +25,7 @@ from dgraph.errors import LoweringError
 __all__ = [
     "OpOverload",
     "StorageWatch",
+    "WriteWatch",
     "copy_all",
     "fake_mode",
     "held",
@@ -138,6 +139,48 @@ class StorageWatch(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
+
+
+class WriteWatch(TorchDispatchMode):
+    """While it is entered, calls `refuse` before an op writes to the memory of known tensors.
+
+    It sees what torch's dispatcher does: writes under `no_grad`, through `.data`, views, storages, lists and `out=`. Not
+    seen is what writes past the dispatcher, as numpy does. The schema of an op says which arguments it writes. Nothing
+    public shows an op before it runs. Storages are told apart as by `StorageWatch`. Checked on 2.11 and 2.13.
+
+    Args:
+        tensors: by name; not held.
+        refuse: called with the name of a tensor and the op that would write it; raises to keep it from that.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], refuse: Callable[[str, str], object]):
+        super().__init__()
+        self._watched: dict[int, tuple[str, weakref.ref[torch.UntypedStorage]]] = {}
+        self._refuse = refuse
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Watch the memory of one more tensor."""
+        storage = tensor.untyped_storage()
+        self._watched[id(storage)] = name, weakref.ref(storage)
+
+    def name_of(self, storage: torch.UntypedStorage) -> str | None:
+        """The tensor that has this memory; None if it is not watched."""
+        name, watched = self._watched.get(id(storage), ("", None))
+        return name if watched is not None and watched() is storage else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an op, unless it is refused."""
+        if func._schema.is_mutable:
+            named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
+            written = (a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+            for storage in _storages([named.get(argument) for argument in written]):
+                if (name := self.name_of(storage)) is not None:
+                    self._refuse(name, str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
