@@ -17,8 +17,9 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ from torch.fx import Node
 
 from dgraph.adapters import Adapter
 from dgraph.card import Card, Described, counted
-from dgraph.errors import UnknownName, VerifyError
-from dgraph.nodes import args_of
-from dgraph.ops import OPS, Op, op_of
+from dgraph.errors import InputError, UnknownName, VerifyError
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import OPS, Op, op_of, targets_of
+from dgraph.private.torch import OpOverload
 from dgraph.shapes import Evaluator, InputSpec, Symbols
 from dgraph.sharding import Part, Sharding
 from dgraph.spec import ModelSpec
@@ -115,11 +117,15 @@ class Graph(Described):
         return next(n for n in reversed(self.fx.nodes) if n.op == "output")
 
     def find(self, op: str, layer: int | None = None) -> list[Node]:
-        """Calls of a dgraph op by its short name ("packed_attention"), in order, of one layer if given."""
-        if op not in OPS:
-            return []
+        """Calls of an op by its short name ("packed_attention", "linear"), in order, of one layer if given.
+
+        Raises:
+            UnknownName: no op of dgraph, of torch or of another package ("package::op") has that name.
+        """
         # fx keeps its calls by target: passes that ask layer by layer do not read the whole graph each time.
-        targets = (OPS[op].overload, OPS[op].overload.overloadpacket)
+        targets = targets_of(op)
+        if not targets:
+            raise UnknownName("op", op, {*OPS, *(op_name(n.target) for n in self.calls if op_of(n.target) is None)})
         found = [n for target in targets for n in self.fx.find_nodes(op="call_function", target=target)]
         return sorted(n for n in found if layer is None or n.meta["layer"] == layer)
 
@@ -134,15 +140,27 @@ class Graph(Described):
         return next(n for n in self.fx.nodes if n.op == "placeholder" and n.meta.get("input") == name)
 
     def weight(self, name: str) -> Node:
-        """The placeholder of a weight."""
-        return next(n for n in self.fx.nodes if n.op == "placeholder" and n.meta.get("weight") == name)
+        """The placeholder of a weight.
+
+        Raises:
+            UnknownName: the graph has no such weight; add it with `add_weight`.
+        """
+        if name not in (nodes := self.weight_nodes()):
+            raise UnknownName("weight of this graph", name, nodes)
+        return nodes[name]
 
     def weight_nodes(self) -> dict[str, Node]:
         """Placeholders of the weights, by name, in order."""
         return {n.meta["weight"]: n for n in self.fx.nodes if n.op == "placeholder" and "weight" in n.meta}
 
     def result(self, name: str) -> Node:
-        """The node that an output returns."""
+        """The node that an output returns.
+
+        Raises:
+            UnknownName: the graph has no such output; name it with `set_outputs`.
+        """
+        if name not in self.outputs:
+            raise UnknownName("output of this graph", name, self.outputs)
         return args_of(self.output)[0][self.outputs.index(name)]
 
     def type_text(self, node: Node) -> str:
@@ -208,15 +226,21 @@ class Graph(Described):
             meta: further entries of `meta`; `rows` names the row set that a cut op makes.
 
         Raises:
-            VerifyError: the op does not accept the arguments.
+            VerifyError: the target is no op, or it does not accept the arguments; the graph is as it was.
         """
         if isinstance(target, Op):
             target = target.overload
+        if not isinstance(target, OpOverload) and target is not operator.getitem:
+            raise VerifyError(f"{by} calls {target}; expected an overload of an op, as torch.ops.aten.neg.default.")
         with self.fx.inserting_before(before):
             node = self.fx.call_function(target, tuple(args), dict(kwargs or {}))
         source = like if like is not None else before
         node.meta.update(layer=source.meta.get("layer"), role=source.meta.get("role", ""), by=by, **meta)
-        node.meta["val"] = Evaluator(self.symbols).call(node)
+        try:
+            node.meta["val"] = Evaluator(self.symbols).call(node)
+        except VerifyError:
+            self.fx.erase_node(node)
+            raise
         return node
 
     def parts(self, node: Node, count: int, by: str) -> tuple[Node, ...]:
@@ -477,12 +501,15 @@ class Graph(Described):
         other.whole, other.own, other.adapter = self.whole, dict(self.own), self.adapter
         return other
 
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a graph cannot be pickled, since its types belong to this process: copy it with Graph.copy(). In another "
+            "process, give dgraph.optimize the model's folder and the recipe (Recipe.to_json)."
+        )
+
     def _placeholder(self, name: str, before: Node | None) -> Node:
-        if before is None:
+        with nullcontext() if before is None else self.fx.inserting_before(before):
             node = self.fx.placeholder(name)
-        else:
-            with self.fx.inserting_before(before):
-                node = self.fx.placeholder(name)
         node.meta.update(layer=None, role="", by="")
         return node
 

@@ -67,9 +67,8 @@ class _Weights(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch; copy first what it hands out."""
-        name = self._names.get(id(args[0])) if func == _PLACE else None
-        if name is not None and self._tensors[name]() is args[0]:
-            if not _same_bits(args[0], args[1]):
+        if func == _PLACE and (name := self._names.get(id(args[0]))) and self._tensors[name]() is args[0]:
+            if not _same_bits(*args):
                 self._refuse(name, "Tensor.data")
             self.watch.add(name, args[1])
         elif func in _RAW:

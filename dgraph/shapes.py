@@ -330,7 +330,10 @@ class Evaluator:
         args: Any = torch.fx.map_arg(args_of(node), value_of)
         kwargs: Any = torch.fx.map_arg(node.kwargs, value_of) if node.kwargs else {}
         if node.target is operator.getitem:
-            return args[0][args[1]]
+            try:
+                return args[0][args[1]]
+            except Exception as error:
+                raise self._not_accepted(node, value_of, error) from None
         if rows := node.meta.get("rows"):  # a cut op makes a new row set; its fake would give an unbacked size
             device = args[0].device
             return (
@@ -349,9 +352,23 @@ class Evaluator:
             with typing(self.symbols.mode):
                 return target(*args, **kwargs)
         except Exception as error:
-            types = [f"{n.name}: {self.symbols.type_text(value_of(n))}" for n in node.all_input_nodes]
-            line = f" at {source}" if (source := node.meta.get("source")) else ""
-            raise VerifyError(
-                f"{where(node)}{line}: {op_name(node.target)} does not accept its arguments ({', '.join(types)}): "
-                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            ) from error
+            raise self._not_accepted(node, value_of, error) from None
+
+    def _not_accepted(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], error: Exception) -> Exception:
+        """Why a call has no type: its schema, what it was given, and the first line of what torch says."""
+
+        def text(arg: Any) -> str:
+            if isinstance(arg, (list, tuple)):
+                return f"[{', '.join(map(text, arg))}]"
+            if isinstance(arg, torch.fx.Node):
+                return f"{arg.name}: {self.symbols.type_text(value_of(arg))}"
+            return type(arg).__name__ if isinstance(arg, Tensor) else repr(arg)
+
+        given = [*map(text, args_of(node)), *(f"{name}={text(value)}" for name, value in node.kwargs.items())]
+        schema = getattr(node.target, "_schema", "getitem(values, number)")
+        said = str(error).strip().partition("\n")[0].partition(" Declaration: ")[0].rstrip(".") or type(error).__name__
+        line = f" at {source}" if (source := node.meta.get("source")) else ""
+        return VerifyError(
+            f"{where(node)}{line}: {op_name(node.target)} does not accept its arguments ({', '.join(given)}): {said}. "
+            f"It takes {schema}."
+        )

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": {"quantised", "sharding"},
     "quantised": {"errors"},
     "ops": {"early", "errors", "groups", "nodes", "plugins", "private", "quantised", "shapes", "spec"},
-    "graph": {"adapters", "card", "errors", "nodes", "ops", "shapes", "sharding", "spec"},
+    "graph": {"adapters", "card", "errors", "nodes", "ops", "private", "shapes", "sharding", "spec"},
     "stored": {"errors", "graph", "nodes", "ops", "quantised", "sharding", "weights"},
     "linears": {"graph", "nodes", "ops", "stored"},
     "layers": {"graph", "linears", "nodes", "ops"},

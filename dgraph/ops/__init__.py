@@ -16,10 +16,10 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from dgraph.ops.registry import OPS, Op, Sample, define, launcher, numeric, op_of, register
+from dgraph.ops.registry import OPS, Op, Sample, define, launcher, numeric, op_of, register, targets_of
 
 for _module in iter_modules(__path__):
     if not _module.ispkg:  # kernels, which need Triton
         import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["OPS", "Op", "Sample", "define", "launcher", "numeric", "op_of", "register"]
+__all__ = ["OPS", "Op", "Sample", "define", "launcher", "numeric", "op_of", "register", "targets_of"]

@@ -8,9 +8,11 @@ stands on `Op` too: they keep no lists of names, so an op from another package i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.plugins import load_ops
-from dgraph.private.torch import let_written_be_left_out
+from dgraph.private.torch import OpPacket, let_written_be_left_out
 from dgraph.quantised import QuantisedRows
 
 NAMESPACE = "dgraph"
@@ -300,3 +302,24 @@ def op_of(target: object) -> Op | None:
 def numeric(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which an op computes statistics of values of `dtype`: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def targets_of(name: str) -> list[Any]:
+    """What the target of a node can be that calls an op: every overload, and the packet of them; empty for no op.
+
+    name: short ("kv_write", "linear"), which means an op of dgraph and one of torch alike; or "package::op", of torch
+    "aten::linear".
+    """
+    found = list(_of_torch(name.removeprefix("aten::")))
+    if not name.startswith("aten::") and (name in OPS or not found):
+        with suppress(UnknownName):
+            found += [OPS[name].overload, OPS[name].overload.overloadpacket]
+    return found
+
+
+@cache
+def _of_torch(name: str) -> tuple[Any, ...]:
+    if name == operator.getitem.__name__:
+        return (operator.getitem,)
+    packet = getattr(torch.ops.aten, name, None) if name else None
+    return (packet, *(getattr(packet, each) for each in packet.overloads())) if isinstance(packet, OpPacket) else ()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch.fx import Node
 
-from dgraph.errors import UnknownName
+from dgraph.errors import InputError, UnknownName
 from dgraph.graph import Graph
 from dgraph.nodes import where
 from dgraph.spec import ModelSpec
@@ -95,12 +95,40 @@ class Pass:
     Subclasses are frozen dataclasses, state their `effect`, and implement `run`. A pass that adds, removes or renames
     run-time inputs or outputs lists their names in `signature`; one that replaces weights sets `changes_weights`. What
     is not declared here may not change, and the verifier holds a pass to it.
+
+        @dataclass(frozen=True)
+        class Mine(Pass):
+            share: float = 0.5
+
+            effect = Effect.APPROXIMATE
+            summary = "what it does, in a line"
+
+            def identity(self) -> Mine:
+                return replace(self, share=1.0)
+
+    Raises:
+        InputError: a subclass declares one of these as something else; see `check_pass` for what is left.
     """
 
     effect: ClassVar[Effect]
     summary: ClassVar[str]
     signature: ClassVar[frozenset[str]] = frozenset()
     changes_weights: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        for name, (kind, example) in _DECLARED.items():
+            value = own.get(name)
+            if name in own and not isinstance(value, (kind, property)):
+                raise InputError(f"pass {cls.__name__}: {name} must be {example}, got {value!r}.")
+            if name in own.get("__annotations__", {}) and "ClassVar" not in str(own["__annotations__"][name]):
+                raise InputError(f"pass {cls.__name__}: {name} is no setting; leave its annotation out, or write ClassVar.")
+        if "__init__" in own:
+            raise InputError(
+                f"pass {cls.__name__}: its settings are the fields of a dataclass; write @dataclass(frozen=True) above "
+                f"the class and a line as `share: float = 0.5` for each, and no __init__."
+            )
 
     @property
     def name(self) -> str:
@@ -112,6 +140,13 @@ class Pass:
         """Why it cannot be used with any graph of a model; "" if it can."""
         return ""
 
+    def identity(self) -> Pass | None:
+        """The pass at the setting at which it changes no result: bit for bit if it is EXACT, else within rounding.
+
+        An APPROXIMATE pass declares it, and one that has further settings that round. None: there is none.
+        """
+        return None if self.effect is Effect.APPROXIMATE else self
+
     def run(self, graph: Graph, report: Report) -> None:
         """Rewrite the graph in place; record each place where the pass fired, and each near miss."""
         raise NotImplementedError
@@ -119,6 +154,42 @@ class Pass:
     def to_json(self) -> dict[str, Any]:
         """The pass's name and configuration as plain values."""
         return {"pass": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.compare}}
+
+
+_DECLARED: dict[str, tuple[type, str]] = {
+    "effect": (Effect, "Effect.EXACT, Effect.REASSOCIATES or Effect.APPROXIMATE"),
+    "summary": (str, "a text"),
+    "signature": (frozenset, 'a frozenset of names, as frozenset({"kept"})'),
+    "changes_weights": (bool, "True or False"),
+}
+"""What the class of a pass declares, and how."""
+
+
+def check_pass(step: object) -> None:
+    """Refuse what is no pass, or one that is no value.
+
+    Raises:
+        InputError: naming the pass, and what to write.
+    """
+    if not isinstance(step, Pass):
+        raise InputError(f"passes are objects of subclasses of dgraph.passes.Pass, as CacheKV(), got {step!r}.")
+    missing = [name for name in ("effect", "summary") if not hasattr(step, name)]
+    missing += ["run"] if type(step).run is Pass.run else []
+    if missing:
+        raise InputError(f"pass {step.name} must say its {' and its '.join(missing)}; see dgraph.passes.Pass.")
+    if "__dataclass_params__" not in vars(type(step)):
+        raise InputError(
+            f"pass {step.name} must be a dataclass of its own, so that its settings are compared and shown; write "
+            f"@dataclass(frozen=True) above class {type(step).__name__}."
+        )
+    for name in (f.name for f in fields(step) if f.compare):
+        try:
+            hash(getattr(step, name))
+        except TypeError:
+            raise InputError(
+                f"pass {step.name}: {name} must be a value that never changes, as a tuple and no list, got "
+                f"{getattr(step, name)!r}."
+            ) from None
 
 
 def pass_from_json(value: Mapping[str, Any], known: Mapping[str, type[Pass]]) -> Pass:

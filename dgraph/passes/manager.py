@@ -13,6 +13,8 @@ from torch import Tensor
 
 from dgraph.errors import DgraphError, PassError, UnknownName
 from dgraph.graph import Graph
+from dgraph.nodes import ancestors
+from dgraph.ops import op_of
 from dgraph.passes.base import Pass, Report
 from dgraph.readonly import read_only
 from dgraph.verify import Signature, verify
@@ -45,7 +47,7 @@ def run_passes(
     reports = []
     for step in passes:
         report = Report(step.name, repr(step), step.effect)
-        before, written, count = Signature.of(graph), _text(graph), len(graph.calls)
+        before, written, count = Signature.of(graph), _computed(graph), len(graph.calls)
         start = time.perf_counter()
         try:
             with read_only(_weights(graph), step.name, ahead=_from_outside(step)):
@@ -59,7 +61,7 @@ def run_passes(
             error.add_note(f"It was raised while the pass {step!r} ran.")
             raise
         rewritten = time.perf_counter()
-        if not report.applied and _text(graph) != written:
+        if not report.applied and _computed(graph) != written:
             raise PassError(_reported_nothing(report))
         if not report.applied and step.name not in optional:
             raise PassError(_applied_nowhere(report))
@@ -86,10 +88,11 @@ def _from_outside(step: Pass) -> bool:
     return type(step).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
-def _text(graph: Graph) -> list[Any]:
-    """What a graph computes, for a comparison within this process."""
-    calls = [(node, node.target, node.args, node.kwargs) for node in graph.fx.nodes]
-    return [calls, graph.outputs, list(graph.inputs.values())]
+def _computed(graph: Graph) -> list[Any]:
+    """What a graph computes, for a comparison within this process; calls that nothing reads are no part of it."""
+    writes = [node for node in graph.calls if (op := op_of(node.target)) is not None and op.mutates]
+    live = ancestors([*writes, *(node for node in graph.fx.nodes if node.op == "output")])
+    return [graph.outputs, *((n, n.target, n.args, n.kwargs) for n in graph.fx.nodes if n in live)]
 
 
 def _reported_nothing(report: Report) -> str:

@@ -6,13 +6,13 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
 from dgraph.card import Card, Described
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import PASSES
-from dgraph.passes.base import Pass, pass_from_json
+from dgraph.passes.base import Pass, check_pass, pass_from_json
 from dgraph.passes.cache_kv import CacheKV
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.plans.block_cache import BLOCK_CACHES
@@ -37,34 +37,14 @@ class Phase:
 
     def __post_init__(self) -> None:
         for step in self.passes:
-            if not isinstance(step, Pass):
-                raise InputError(
-                    f"phase {self.name!r}: its passes are objects of subclasses of dgraph.passes.Pass, as CacheKV(), "
-                    f"got {step!r}."
-                )
-            missing = [name for name in ("effect", "summary") if not hasattr(step, name)]
-            missing += ["run"] if type(step).run is Pass.run else []
-            if missing:
-                raise InputError(f"pass {step.name} must say its {' and its '.join(missing)}; see dgraph.passes.Pass.")
-            for name in (f.name for f in fields(step) if f.compare):
-                if not _can_be_compared(value := getattr(step, name)):
-                    raise InputError(
-                        f"pass {step.name}: {name} must be a value that never changes, as a tuple and no list, got "
-                        f"{value!r}."
-                    )
+            try:
+                check_pass(step)
+            except InputError as error:
+                raise InputError(f"phase {self.name!r}: {error}") from None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {"phase": self.name, "passes": [p.to_json() for p in self.passes], "optional": sorted(self.optional)}
-
-
-def _can_be_compared(value: Any) -> bool:
-    """Whether passes are told apart by it."""
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, repr=False)
