@@ -22,6 +22,7 @@ from dgraph.lowering.kernels import Kernels
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
+from dgraph.numerics import check_effects
 from dgraph.optimized import Optimized as Optimized
 from dgraph.optimized import Result as Result
 from dgraph.private.triton import target_of
@@ -148,9 +149,11 @@ def optimize(
             or a `dgraph.passes.QuantizeWeights`: weights are stored so. Those of a name or folder are read and
             quantised one by one; a model object keeps its own tensors besides.
         options: the recipe's options, e.g. `alpha=1.8`; and, instead of a `Compilation`, its fields by keyword:
-            backend, buckets, graphs, warmup, artifacts, tune.
+            backend, buckets, graphs, warmup, artifacts, tune, check.
 
     Raises:
+        PassError: a pass cannot be applied, or, with check="numerics", is not what it declares.
+        VerifyError: a pass broke a rule of the verifier.
         UnknownName: an unknown model, recipe or keyword. The message has the closest matches, or says what the keyword
             of another library is here.
         InputError: an option out of range, a device that is not there, or something that is no tokenizer. Also a
@@ -180,6 +183,9 @@ def optimize(
     tell("capturing")
     same = {"model": found.spec, "recipe": chosen.to_json(), "compilation": how}
     graph = graph_of_model(found, store, stored, mesh, same)
+    if how.check:
+        tell(f"checking the passes of {chosen.name}")
+        check_effects(graph, chosen)
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
     tuning = None

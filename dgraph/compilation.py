@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dgraph.errors import InputError
+from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.runtime.decoding import Decoding
+
+
+CHECKS = ("numerics",)
+"""What `Compilation.check` may ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +49,13 @@ class Compilation:
             warm-up times them for the shapes that it meets, once, and stores the choices in the cache; without a cache
             none is timed. A tiling changes the order of sums, so results may differ in the last bits from those of
             another tiling. False for the tilings that kernels derive from shapes.
+        check: "numerics" runs every pass of the recipe on small inputs first, and refuses one that is not what it
+            declares (see `dgraph.numerics.check_effects`); it takes seconds, and more for a large model on a CPU. ""
+            for no check. Default: what the environment variable DGRAPH_CHECK says.
 
     Raises:
         InputError: a value out of range, or two that exclude each other.
+        UnknownName: another check.
     """
 
     backend: str = "inductor"
@@ -55,8 +64,11 @@ class Compilation:
     warmup: WarmUp | None = None
     artifacts: bool | str | Path = True
     tune: bool = True
+    check: str = field(default_factory=lambda: os.environ.get("DGRAPH_CHECK", ""))
 
     def __post_init__(self) -> None:
+        if self.check and self.check not in CHECKS:
+            raise UnknownName("check (DGRAPH_CHECK)", self.check, CHECKS)
         RegionCompiler(self.backend)
         if self.buckets is not None:
             Buckets.of(self.buckets)

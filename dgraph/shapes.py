@@ -354,7 +354,9 @@ class Evaluator:
         except Exception as error:
             raise self._not_accepted(node, value_of, error) from None
 
-    def _not_accepted(self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], error: Exception) -> Exception:
+    def _not_accepted(
+        self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], error: Exception
+    ) -> VerifyError:
         """Why a call has no type: its schema, what it was given, and the first line of what torch says."""
 
         def text(arg: Any) -> str:

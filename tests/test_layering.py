@@ -66,6 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     "passes": CORE - {"private"} | {"ops", "plans", "plugins", "readonly", "weights"},
     "recipes": {"card", "errors", "passes", "plans", "plugins", "spec"},
     "phases": {"errors", "graph", "linears", "nodes", "passes", "recipes"},
+    "numerics": {"errors", "graph", "nodes", "ops", "passes", "phases", "recipes", "shapes", "spec"},
     "cache": {"errors", "private", "processor"},
     "lowering": CORE | {"cache", "early", "groups", "ops"},
     "viewer": {"engine"},
@@ -90,7 +91,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"rendezvous"}
     | {"runtime", "serve", "settings"},
     "saving": {"captured", "errors", "families", "frontend", "passes", "quantised", "stored", "weights"},
-    "testing": CORE | {"cache", "captured", "families", "groups", "lowering", "ops", "optimized", "passes", "recipes"},
+    "testing": CORE | {"cache", "captured", "families", "groups", "lowering", "numerics", "ops", "optimized"}
+    | {"passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "captured", "causal", "families", "frontend", "lowering", "ops", "passes", "plans"}
     | {"recipes", "runtime", "saving", "settings", "texts"},

@@ -35,6 +35,7 @@ def compile_(
         typer.Option(help="With --batch: positions per sequence.", show_default="the model's longest"),
     ] = None,
     cache: Folder = None,
+    check: given.Check = "",
     json: given.Json = False,
 ) -> None:
     """Compile a model under a recipe, so that later processes only load it. What is there already is not made again.
@@ -56,6 +57,7 @@ def compile_(
             model,
             recipe,
             buckets=rows,
+            check=check,
             dtype=given.torch_dtype(dtype),
             device=given.torch_device(device),
             facts=facts,

@@ -82,6 +82,7 @@ def generate(
     tp: given.Ranks = 1,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
+    check: given.Check = "",
     dtype: given.Dtype = None,
     weights: given.Weights = None,
     device: given.Device = None,
@@ -139,7 +140,7 @@ def generate(
             device=device if ray else given.torch_device(device),
             weights=weights,
             facts=facts,
-            compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache),
+            compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache, check=check),
             engine=dgraph.EngineSettings(max_sequences=max_batch, block_length=block_length, decoding=decoding),
         )
         with ranks(tp, device) as mesh:
@@ -162,6 +163,7 @@ def generate(
             backend=backend,
             buckets=rows,
             artifacts=cache,
+            check=check,
             progress=tell,
             mesh=mesh,
             weights=weights,

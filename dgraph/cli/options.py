@@ -69,7 +69,16 @@ Weights = Annotated[
         show_default="as they are",
     ),
 ]
-KvDtype = Annotated[
+KvCheck = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="numerics: run every pass on small inputs first, and refuse one that is not what it declares.",
+        envvar="DGRAPH_CHECK",
+        show_default="no check",
+    ),
+]
+Dtype = Annotated[
     str | None,
     typer.Option(
         "--kv-dtype",

@@ -161,6 +161,7 @@ def serve(
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into these lines.")] = False,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
+    check: given.Check = "",
     dtype: given.Dtype = None,
     weights: given.Weights = None,
     device: given.Device = None,
@@ -242,7 +243,7 @@ def serve(
         device=device if ray else given.torch_device(device),
         weights=weights,
         facts=given.facts(fact),
-        compilation=Compilation(backend=backend, buckets=given.bucket_list(buckets), artifacts=cache),
+        compilation=Compilation(backend=backend, buckets=given.bucket_list(buckets), artifacts=cache, check=check),
         engine=engine,
     )
     if ray:

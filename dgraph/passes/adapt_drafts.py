@@ -45,6 +45,10 @@ class AdaptDrafts(Pass):
     signature: ClassVar[frozenset[str]] = frozenset({DRAFTED.name})
     changes_weights: ClassVar[bool] = True
 
+    def identity(self) -> AdaptDrafts:
+        """It changes drafts alone."""
+        return self
+
     def run(self, graph: Graph, report: Report) -> None:
         adapter = graph.adapter
         if adapter is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -74,6 +74,10 @@ class CacheKV(Pass):
     def __repr__(self) -> str:
         said = [f"dtype={self.dtype!r}"] if self.dtype else []
         return f"CacheKV({', '.join(said + ([] if self.rings else ['rings=False']))})"
+
+    def identity(self) -> CacheKV:
+        """Without a dtype, which rounds."""
+        return replace(self, dtype=None)
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention"):

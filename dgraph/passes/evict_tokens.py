@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -130,6 +130,10 @@ class EvictTokens(Pass):
                 "step reads, and of when the canvas is done"
             )
         return ""
+
+    def identity(self) -> EvictTokens:
+        """See `Pass.identity`."""
+        return replace(self, alpha=math.inf, keep=0, select="top" if self.select == "scripted" else self.select)
 
     def run(self, graph: Graph, report: Report) -> None:
         reads = graph.find("paged_attention", self.after)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -78,6 +78,10 @@ class PartialAttention(Pass):
                 "row is of another token"
             )
         return ""
+
+    def identity(self) -> PartialAttention:
+        """See `Pass.identity`."""
+        return replace(self, tau=2.0)
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):

@@ -109,6 +109,10 @@ class QuantizeWeights(Pass):
     def _format(self) -> Format | None:
         return None if self.format is None else Format(self.format, self.block, self.zeros)
 
+    def identity(self) -> QuantizeWeights:
+        """Without a format, weights stay as they are."""
+        return QuantizeWeights(format=None, weights=self.weights)
+
     def run(self, graph: Graph, report: Report) -> None:
         if graph.history:
             report.skip("it is no graph as captured; quantise it before any other pass", graph.output)

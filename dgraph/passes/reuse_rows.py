@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -91,6 +91,10 @@ class ReuseRows(Pass):
                 "row is of another token"
             )
         return ""
+
+    def identity(self) -> ReuseRows:
+        """See `Pass.identity`."""
+        return replace(self, share=1.0)
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):

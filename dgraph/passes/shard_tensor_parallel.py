@@ -90,6 +90,10 @@ class ShardTensorParallel(Pass):
             if kind not in KINDS:
                 raise UnknownName("kind of a weight", kind, KINDS)
 
+    def identity(self) -> ShardTensorParallel:
+        """Over one rank: others are needed to run a part."""
+        return replace(self, world=1, rank=0)
+
     def run(self, graph: Graph, report: Report) -> None:
         if graph.sharding is not None:
             raise PassError(f"the graph is divided over {graph.sharding.world} ranks already.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -131,6 +131,10 @@ class SparseKV(Pass):
         if spec.noise == "uniform":
             return "keys are kept by what rows that hold a mask attend to, and no row does"
         return ""
+
+    def identity(self) -> SparseKV:
+        """See `Pass.identity`."""
+        return replace(self, ratio=1.0, pairs=())
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The types of `torch.ops.aten.add.Tensor` and `torch.ops.aten.add`, which have no public names. Checked on 2.11 and 2.13.
+# The types of `torch.ops.aten.add.Tensor` and of its packet; they have no public names. Checked on 2.11 and 2.13.
 from torch._ops import OpOverload
 from torch._ops import OpOverloadPacket as OpPacket
 
@@ -148,9 +148,9 @@ class StorageWatch(TorchDispatchMode):
 class WriteWatch(TorchDispatchMode):
     """While it is entered, calls `refuse` before an op writes to the memory of known tensors.
 
-    It sees what torch's dispatcher does: writes under `no_grad`, through `.data`, views, storages, lists and `out=`. Not
-    seen is what writes past the dispatcher, as numpy does. The schema of an op says which arguments it writes. Nothing
-    public shows an op before it runs. Storages are told apart as by `StorageWatch`. Checked on 2.11 and 2.13.
+    It sees what torch's dispatcher does: writes under `no_grad`, through `.data`, views, storages, lists and `out=`.
+    What writes past the dispatcher, as numpy does, is not seen. The schema of an op says which arguments it writes.
+    Nothing public shows an op before it runs. Storages are told apart as by `StorageWatch`. Checked on 2.11 and 2.13.
 
     Args:
         tensors: by name; not held.

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dgraph import numerics
+from dgraph.errors import PassError, VerifyError
 from dgraph.optimized import Result
 from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
@@ -120,6 +122,14 @@ def check_against(
             f"{tiny}: prompt {index} gets {got.token_ids[index]} under {_name(recipe)} with {dict(options)}; the plain "
             f"implementation gives {wanted}"
         )
+
+
+def check_effects(tiny: TinyModel, recipe: str | Recipe, options: Options) -> None:
+    """Each pass of a recipe does to the numbers what its `Effect` says; see `dgraph.numerics.check_effects`."""
+    try:
+        numerics.check_effects(tiny.graph, tiny.recipe(recipe, **options))
+    except (PassError, VerifyError) as error:
+        raise AssertionError(f"{tiny}: {error}") from error
 
 
 def check_fires(

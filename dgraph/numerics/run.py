@@ -1,0 +1,88 @@
+"""A run of a graph in plain torch, node by node: the references of ops, which define what is correct."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from dgraph.graph import ALL, Graph
+from dgraph.nodes import args_of
+from dgraph.ops import op_of
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a graph computed from some inputs.
+
+    Attributes:
+        graph: what ran.
+        inputs: as they are after the run; caches among them were written.
+        values: by node: of the outputs and of what lists rows, or of all that depend on inputs.
+    """
+
+    graph: Graph
+    inputs: Mapping[str, Tensor]
+    values: Mapping[Node, Any]
+
+    def numbers(self, node: Node) -> Tensor | None:
+        """i64[K], the number of each row of a value among all rows of the step, -1 for padding; None for a value over
+        all of them, or over no rows.
+        """
+        rows = self.graph.row_set(node)
+        return None if rows is None else self._numbers_of(rows)
+
+    def _numbers_of(self, rows: str) -> Tensor | None:
+        if rows == ALL:
+            return None
+        cut = self.graph.cut_of(rows)
+        index: Tensor = self.values[cut][0]
+        before = self._numbers_of(str(self.graph.row_set(args_of(cut)[0])))
+        return index if before is None else torch.where(index < 0, -1, before[index.clamp(min=0)])
+
+    def flat(self, node: Node) -> Any:
+        """The value of a node; rows first, also where the graph computes on a padded batch [b, t, ...]."""
+        value, type_ = self.values[node], node.meta["val"]
+        if isinstance(value, Tensor) and value.dim() > 1:
+            batch = [self.graph.symbols.text(size) for size in type_.shape[:2]] == ["b", "t"]
+            return value.flatten(0, 1) if batch else value
+        return value
+
+
+@torch.no_grad()
+def run(graph: Graph, inputs: Mapping[str, Tensor], keep: bool = False) -> Run:
+    """Run a graph; caches among the inputs are written in place.
+
+    Args:
+        graph: verified; on ranks all must run it together.
+        inputs: by name, of the declared types.
+        keep: keep the value of every node that depends on an input, for `first_parting`; else those of results alone.
+    """
+    values: dict[Node, Any] = {}
+    last = {arg: node for node in graph.nodes for arg in node.all_input_nodes}
+    kept = {node for node in graph.calls if "rows" in node.meta} | set(graph.results().values())
+    freed: dict[Node, list[Node]] = {}
+    for arg, node in last.items():
+        freed.setdefault(node, []).append(arg)
+    fed: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            weight = node.meta.get("weight")
+            values[node] = inputs[node.meta["input"]] if weight is None else graph.tensors[weight].detach()
+            if weight is None:
+                fed.add(node)
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            op = op_of(node.target)
+            function: Any = node.target if op is None else op.reference
+            values[node] = function(*args, **kwargs)
+            if any(arg in fed for arg in node.all_input_nodes):
+                fed.add(node)
+        for arg in freed.get(node, ()):
+            if arg not in kept and not (keep and arg in fed):
+                del values[arg]
+    return Run(graph, inputs, values)
