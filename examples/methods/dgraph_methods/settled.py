@@ -54,6 +54,9 @@ class DropSettled(Pass):
     summary = "rows of a canvas whose prediction is stable and sure skip the later layers"
     signature = frozenset({*SAID, DECIDED.name, COUNTS.name})
 
+    def identity(self) -> DropSettled:
+        return replace(self, steps=0)
+
     def run(self, graph: Graph, report: Report) -> None:
         if "entropy" not in graph.outputs or "encoded" not in graph.inputs:
             report.skip("no step of a canvas whose rows say how sure they are; run SelfCondition first", graph.output)
@@ -79,15 +82,12 @@ class DropSettled(Pass):
         new = call(aten.stack.default, [call(aten.to.dtype, graph.result(name), torch.float32) for name in SAID], 1)
         merged = call(OPS["feature_merge"], new, rows.index, decided, *place)
         results |= {name: call(aten.select.int, merged, 1, at) for at, name in enumerate(SAID)}
-        same = call(aten.eq.Tensor, results["token"], token)
+        left, same = call(aten.logical_not.default, runs), call(aten.eq.Tensor, results["token"], token)
         same = call(aten.logical_and.default, same, call(aten.lt.Scalar, results["entropy"], self.entropy))
-        left = call(aten.logical_not.default, runs)
-        now = [
-            call(aten.mul.Tensor, call(aten.add.Scalar, *one), by) for *one, by in ((calm, 1, same), (idle, 1, left))
-        ]
+        more = [call(aten.add.Scalar, count, 1) for count in (calm, idle)]
+        now = [call(aten.mul.Tensor, *each) for each in zip(more, (same, left), strict=True)]
         call(OPS["feature_write"], call(aten.stack.default, now, 1), counted, *place)
-        ids = {name: call(aten.to.dtype, results[name], torch.int64) for name in ("token", "draw")}
-        graph.set_outputs({**results, **ids})
+        graph.set_outputs(results | {n: call(aten.to.dtype, results[n], torch.int64) for n in ("token", "draw")})
         graph.sweep()
         report.did("rows that are not settled", self.after)
 
@@ -96,5 +96,5 @@ def settled(spec: ModelSpec, after: int = 1, steps: int = 2, entropy: float = 0.
     """`dense` on a model without a mask token; settled rows of a canvas skip later layers. Options: `DropSettled`."""
     if spec.noise != "uniform":
         raise InputError(f"settled: {spec.family} has a mask token; this is about canvases of random tokens.")
-    drop = DropSettled(after, steps, entropy, every)
-    return replace(build(RECIPES, "dense", spec, {}).inserting(drop, after="SelfCondition"), name="settled")
+    dense, drop = build(RECIPES, "dense", spec, {}), DropSettled(after, steps, entropy, every)
+    return replace(dense.inserting(drop, after="SelfCondition"), name="settled")

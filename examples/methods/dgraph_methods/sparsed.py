@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,6 +49,9 @@ class KeepTiles(Pass):
     def __post_init__(self) -> None:
         if not 0 < self.select <= 1 or type(self.size) is not int or self.size < 1:
             raise InputError(f"sparsed: select must be in (0, 1] and size at least 1, got {self}.")
+
+    def identity(self) -> KeepTiles:
+        return replace(self, select=1.0)
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("paged_attention"):

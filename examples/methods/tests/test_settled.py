@@ -14,7 +14,15 @@ from dgraph.errors import InputError
 from dgraph.passes import CacheKV, PackRows
 from dgraph.runtime.policies import Renoise
 from dgraph.runtime.stats import StepRecord
-from dgraph.testing import TinyModel, check_batch_equals_alone, check_fires, check_lossless, check_skips, models
+from dgraph.testing import (
+    TinyModel,
+    check_batch_equals_alone,
+    check_effects,
+    check_fires,
+    check_lossless,
+    check_skips,
+    models,
+)
 
 (TINY,) = models(None, "diffusion_gemma")
 RULE = Renoise(1.0, confidence=0.0, steps=9)
@@ -137,3 +145,7 @@ def test_every_step_predicts_what_a_plain_implementation_does(options: dict[str,
         ran += plain.canvas(known, records[first : first + RULE.steps])
     assert found.stats.rows["suffix"] == sum(ran) + 8  # and a canvas that is encoded
     assert sum(ran) < 2 * 8 * RULE.steps, "some are left out"
+
+
+def test_it_is_what_it_declares() -> None:
+    check_effects(TINY, "settled", SOME)

@@ -21,6 +21,7 @@ from dgraph.testing import (
     check_against,
     check_backends_agree,
     check_batch_equals_alone,
+    check_effects,
     check_fires,
     check_ranks_agree,
     check_skips,
@@ -151,3 +152,7 @@ def test_what_cannot_be() -> None:
 def test_it_is_a_value() -> None:
     made = sparsed(MODELS[0].model.spec, **SOME)
     assert dgraph.Recipe.from_json(made.to_json()) == made
+
+
+def test_it_is_what_it_declares() -> None:
+    check_effects(MODELS[0], "sparsed", SOME)
