@@ -12,7 +12,6 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.runtime.decoding import Decoding
 
-
 CHECKS = ("numerics",)
 """What `Compilation.check` may ask for."""
 

@@ -52,7 +52,8 @@ def check_effects(captured: Graph, recipe: Recipe) -> None:
         raise InputError("passes are checked on one process: leave check (DGRAPH_CHECK) out, or the ranks.")
     phases = rewrite(captured, replace(recipe, phases=tuple(map(_identities, recipe.phases))))
     chooser = phases["select"].graph if "select" in phases else None
-    kinds = {prompts: _Small(small_steps(captured.spec, captured.device, prompts), chooser) for prompts in (False, True)}
+    steps = {prompts: small_steps(captured.spec, captured.device, prompts) for prompts in (False, True)}
+    kinds = {prompts: _Small(made, chooser) for prompts, made in steps.items()}
     checked: set[tuple[Graph, Graph, bool]] = set()
     for name, phase in phases.items():
         prompts = name == "prefill" and "encoded" in captured.inputs  # else such steps are no others

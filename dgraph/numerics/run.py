@@ -82,7 +82,7 @@ def run(graph: Graph, inputs: Mapping[str, Tensor], keep: bool = False) -> Run:
             values[node] = function(*args, **kwargs)
             if any(arg in fed for arg in node.all_input_nodes):
                 fed.add(node)
-        for arg in freed.get(node, ()):
+        for arg in (*freed.get(node, ()), *(() if node in last or node not in values else (node,))):
             if arg not in kept and not (keep and arg in fed):
                 del values[arg]
     return Run(graph, inputs, values)

@@ -123,7 +123,7 @@ class Pass:
             if name in own and not isinstance(value, (kind, property)):
                 raise InputError(f"pass {cls.__name__}: {name} must be {example}, got {value!r}.")
             if name in own.get("__annotations__", {}) and "ClassVar" not in str(own["__annotations__"][name]):
-                raise InputError(f"pass {cls.__name__}: {name} is no field; leave its annotation out, or write ClassVar.")
+                raise InputError(f"pass {cls.__name__}: {name} is no field; annotate it as ClassVar, or not.")
         if "__init__" in own:
             raise InputError(
                 f"pass {cls.__name__}: its settings are the fields of a dataclass; write @dataclass(frozen=True) above "

@@ -91,8 +91,8 @@ class ShardTensorParallel(Pass):
                 raise UnknownName("kind of a weight", kind, KINDS)
 
     def identity(self) -> ShardTensorParallel:
-        """Over one rank: others are needed to run a part."""
-        return replace(self, world=1, rank=0)
+        """Over one rank, in no group: a part of several runs only with the others."""
+        return replace(self, world=1, group="", rank=0)
 
     def run(self, graph: Graph, report: Report) -> None:
         if graph.sharding is not None:
