@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.fx import Node
 
-from dgraph.errors import UnknownName, VerifyError
+from dgraph.errors import InputError, UnknownName, VerifyError
 from dgraph.graph import Graph
 from dgraph.nodes import is_view, viewed
 from dgraph.ops import OPS
@@ -68,6 +73,75 @@ def test_a_name_is_given_once() -> None:
     assert same is graph.input("x")
     with pytest.raises(VerifyError, match=r"input 'x' is declared as .*'N', 4.*cannot also be .*'N', 5.*another name"):
         graph.add_input(InputSpec("x", torch.float32, ("N", 5)))
+
+
+def test_find_knows_ops_of_dgraph_and_of_torch() -> None:
+    hand = Hand()
+    x, w = hand.input("x", "N", 4), hand.weight("w", 4, 4)
+    linear, other = hand.call(aten.linear.default, x, w), hand.call(OPS["linear"], x, w, None)
+    parts = hand.call(aten.split.Tensor, other, 2, 1)
+    (first,) = hand.graph.parts(parts, 1, "")
+    graph = hand.returns(y=first, z=linear)
+    assert graph.find("linear") == [linear, other]
+    assert graph.find("aten::linear") == [linear]
+    assert graph.find("split") == [parts]
+    assert graph.find("getitem") == [first]
+    assert graph.find("softmax") == []
+    for wrong, close in (("linea", "'linear'"), ("packed_atention", "'packed_attention'"), ("aten::liner", "")):
+        with pytest.raises(UnknownName, match=rf"unknown op '{wrong}'\..*{close}"):
+            graph.find(wrong)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (
+            lambda graph: graph.weight("layer.0.w"),
+            "unknown weight of this graph 'layer.0.w'.* Did you mean 'layers.0.w'",
+        ),
+        (lambda graph: graph.result("yy"), "unknown output of this graph 'yy'.* Did you mean 'y'"),
+        (lambda graph: graph.input("positionss"), "unknown input of this graph 'positionss'.* Known: x"),
+    ],
+)
+def test_a_name_that_a_graph_has_not_is_refused(read: Callable[[Graph], Node], message: str) -> None:
+    hand = Hand()
+    x, w = hand.input("x", "N", 4), hand.weight("layers.0.w", 4)
+    graph = hand.returns(y=hand.call(aten.add.Tensor, x, w))
+    with pytest.raises(UnknownName, match=message):
+        read(graph)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "message"),
+    [
+        (aten.linear.default, ("x",), "linear does not accept its arguments .x: f32.N, 4..: .*missing value.*'weight'"),
+        (aten.mm.default, ("x", "x"), "mm does not accept .* It takes aten::mm.Tensor self, Tensor mat2. -> Tensor"),
+        (aten.add.Tensor, ("x", torch.ones(4)), r"add does not accept its arguments \(x: f32\[N, 4\], Tensor\)"),
+        (torch.relu, ("x",), "^t calls .*relu.*; expected an overload of an op, as torch.ops.aten.neg.default"),
+        (aten.relu, ("x",), "^t calls aten.relu; expected an overload"),
+    ],
+)
+def test_a_call_that_has_no_type_is_refused_in_a_line(
+    target: Any, args: tuple[Any, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hand = Hand()
+    x = hand.input("x", "N", 4)
+    graph = hand.returns(y=hand.call(aten.relu.default, x))
+    before = list(graph.fx.nodes)
+    with pytest.raises(VerifyError, match=message) as caught:
+        graph.call(target, tuple(x if arg == "x" else arg for arg in args), before=graph.output, by="t")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    assert list(graph.fx.nodes) == before, "nothing of it is left"
+    assert capfd.readouterr().err == "", "torch says nothing beside"
+
+
+def test_a_graph_says_how_to_move_it_instead_of_pickling() -> None:
+    graph = Hand().graph
+    for move in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(InputError, match=r"a graph cannot be pickled.*Graph\.copy\(\).*Recipe\.to_json"):
+            move(graph)
 
 
 def test_find_input_weight_result() -> None:

@@ -91,7 +91,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"rendezvous"}
     | {"runtime", "serve", "settings"},
     "saving": {"captured", "errors", "families", "frontend", "passes", "quantised", "stored", "weights"},
-    "testing": CORE | {"cache", "captured", "families", "groups", "lowering", "numerics", "ops", "optimized"}
+    "testing": CORE
+    | {"cache", "captured", "families", "groups", "lowering", "numerics", "ops", "optimized"}
     | {"passes", "recipes"},
     "evaluate": CORE
     | {"api", "bench", "cache", "captured", "causal", "families", "frontend", "lowering", "ops", "passes", "plans"}

@@ -13,8 +13,9 @@ import torch
 from dgraph.errors import InputError, PassError, UnknownName, VerifyError
 from dgraph.graph import Graph
 from dgraph.passes import PASSES, CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows
-from dgraph.passes.base import Effect, Pass, Report
+from dgraph.passes.base import Effect, Pass, Report, check_pass
 from dgraph.passes.manager import run_passes
+from dgraph.recipes import Phase
 from dgraph.shapes import InputSpec
 from tests.tiny import Hand, ops_of, report_of
 
@@ -97,6 +98,29 @@ def test_a_pass_that_applied_nowhere_is_an_error_that_lists_the_near_misses() ->
 
     with pytest.raises(PassError, match="Nothing in the graph came close"):
         run_passes(small(), [Do(label="Blind")])
+
+
+def test_a_pass_that_rewrites_and_reports_nothing_is_an_error() -> None:
+    def silent(graph: Graph, report: Report) -> None:
+        negate(graph, Report("Silent", "", Effect.EXACT))
+
+    def retargets(graph: Graph, report: Report) -> None:
+        graph.calls[0].target = aten.neg.default
+
+    for what in (silent, retargets):
+        for optional in (frozenset[str](), frozenset({"Silent"})):
+            with pytest.raises(
+                PassError, match=r"changed the graph, but reported nothing\. Call report\.did"
+            ) as caught:
+                run_passes(small(), [Do(what, "Silent")], optional)
+            assert "applied nowhere" not in str(caught.value)
+
+
+def test_calls_that_nothing_reads_may_go_without_a_report() -> None:
+    graph = small()
+    graph.call(aten.neg.default, (graph.calls[0],), before=graph.output, by="")
+    run_passes(graph, [Do(lambda graph, report: graph.sweep(), "Sweep")], frozenset({"Sweep"}))
+    assert ops_of(graph) == ["relu", "add"]
 
 
 def test_what_a_pass_raises_names_it() -> None:
@@ -206,6 +230,41 @@ def test_a_pass_is_a_value() -> None:
     with pytest.raises(FrozenInstanceError):
         ChunkLMHead().max_num_logits = 3  # type: ignore[misc]
     assert replace(ChunkLMHead(), max_num_logits=3).max_num_logits == 3
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"effect": "exact"}, r"^pass Odd: effect must be Effect\.EXACT, .*, got 'exact'"),
+        ({"summary": None}, "^pass Odd: summary must be a text, got None"),
+        ({"signature": "kept"}, r'signature must be a frozenset of names, as frozenset\(\{"kept"\}\), got'),
+        ({"changes_weights": "no"}, "changes_weights must be True or False"),
+        ({"effect": Effect.EXACT, "__annotations__": {"effect": "Effect"}}, "effect is no field"),
+        ({"__init__": lambda self, share: None}, "write @dataclass.frozen=True. above the class .* and no __init__"),
+    ],
+)
+def test_what_the_class_of_a_pass_declares_wrongly_is_refused(declared: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        type("Odd", (Pass,), declared)
+
+
+class NoDataclass(Pass):
+    effect = Effect.EXACT
+    summary = "no dataclass"
+
+    def run(self, graph: Graph, report: Report) -> None: ...
+
+
+def test_a_pass_that_is_no_value_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"^phase 'step': pass NoDataclass must be a dataclass of its own.*frozen=True"
+    ):
+        Phase("step", (NoDataclass(),))
+    check_pass(dataclass(frozen=True)(NoDataclass)())
+    with pytest.raises(
+        InputError, match=r"passes are objects of subclasses of dgraph\.passes\.Pass, as CacheKV\(\), got"
+    ):
+        check_pass(CacheKV)
 
 
 def test_a_pass_as_json() -> None:
