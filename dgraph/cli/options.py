@@ -69,22 +69,22 @@ Weights = Annotated[
         show_default="as they are",
     ),
 ]
-KvCheck = Annotated[
-    str,
-    typer.Option(
-        metavar="WHAT",
-        help="numerics: run every pass on small inputs first, and refuse one that is not what it declares.",
-        envvar="DGRAPH_CHECK",
-        show_default="no check",
-    ),
-]
-Dtype = Annotated[
+KvDtype = Annotated[
     str | None,
     typer.Option(
         "--kv-dtype",
         metavar="FORMAT",
         help="Store keys and values as fp8; short for --option kv_dtype=fp8.",
         show_default="as they are computed",
+    ),
+]
+Check = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="numerics: run every pass on small inputs first, and refuse one that is not what it declares.",
+        envvar="DGRAPH_CHECK",
+        show_default="no check",
     ),
 ]
 DTYPE = f"Of the weights: {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)}), or auto: as the checkpoint has them."
