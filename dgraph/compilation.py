@@ -13,7 +13,7 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.runtime.decoding import Decoding
 
 CHECKS = ("numerics",)
-"""What `Compilation.check` may ask for."""
+"""Names that `Compilation.check` takes."""
 
 
 @dataclass(frozen=True, kw_only=True)

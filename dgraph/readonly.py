@@ -109,7 +109,7 @@ class _Weights(TorchFunctionMode):
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are alike, and each element of one has the bits of that of the other."""
+    """Say whether two tensors are alike in shape, dtype, device and the bits of every element."""
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -91,7 +91,7 @@ def test_optimize_with_what_is_no_recipe(model: dgraph.Model, recipe: Any) -> No
 
 @pytest.mark.parametrize("step", [CacheKV, "CacheKV", None])
 def test_a_phase_of_what_is_no_pass(step: Any) -> None:
-    with pytest.raises(InputError, match=r"phase 'step': its passes are objects of subclasses .*, as CacheKV\(\), got"):
+    with pytest.raises(InputError, match=r"phase 'step': passes are objects of subclasses .*, as CacheKV\(\), got"):
         dgraph.Phase("step", (PackRows(), step))
 
 

@@ -1,7 +1,7 @@
-"""What graphs compute on small inputs, op by op: whether a pass keeps to its `Effect`, and where two graphs part.
+"""The numbers of graphs on small inputs, op by op.
 
-`check_effects` holds every pass of a recipe to what it declares. `run` gives the value of each node, `first_parting`
-the first node at which two runs differ, and `TOLERANCES` how far results may when sums are taken in another order.
+`check_effects` holds every pass of a recipe to its `Effect`. `run` gives the value of each node, and `first_parting`
+the first node at which two runs differ. `TOLERANCES` says by how much sums in another order may differ.
 """
 
 from __future__ import annotations

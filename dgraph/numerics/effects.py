@@ -33,8 +33,8 @@ _Results = Mapping[str, _Result]
 def check_effects(captured: Graph, recipe: Recipe) -> None:
     """Run the graph before and after each pass of a recipe on small inputs, and compare all results.
 
-    Each pass runs at its identity (`Pass.identity`), where an APPROXIMATE one must change nothing: so every pass finds
-    the graph of the model itself, by whatever way it is computed. EXACT must give the same bits, REASSOCIATES and the
+    Each pass runs at its identity (`Pass.identity`), where an APPROXIMATE one must change nothing. So every pass finds
+    a graph that computes what the model does. EXACT must give the same bits, REASSOCIATES and the
     identity of an APPROXIMATE one values within `dgraph.numerics.TOLERANCES`. Compared are outputs and caches that both
     graphs have, and decisions with what logits say. The real weights are used; ops are computed by their references.
 
@@ -80,7 +80,7 @@ def _identity(step: Pass) -> Pass:
 
 
 def _results(made: Run) -> _Results:
-    """What can be compared of a run; caches are copied, since the next step writes them."""
+    """The outputs and caches of a run; caches are copied, since the next step writes them."""
     graph = made.graph
     found = {name: _Result(made.flat(node), made.numbers(node)) for name, node in graph.results().items()}
     caches = (spec.name for spec in graph.inputs.values() if spec.in_place)

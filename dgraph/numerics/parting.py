@@ -1,4 +1,4 @@
-"""Where two runs of graphs on the same inputs part."""
+"""The first node at which two runs of graphs on the same inputs part."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ TOLERANCES = {
     torch.bfloat16: 5e-2,
     torch.float8_e4m3fn: 1e-1,
 }
-"""How far a value may be from another where sums are taken in another order, by dtype: as a share of the largest
-magnitude of the whole tensor. About a hundred times the rounding of a float32, and a few times that of a short one."""
+"""The distance that sums in another order may make, by dtype: a share of the largest magnitude of the tensor.
+
+About a hundred times the rounding of a float32, and a few times that of a shorter format.
+"""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two values are apart.
+    """The distance of two values.
 
     Attributes:
         most: the largest difference of two elements; infinite where shapes or rows differ.
@@ -72,9 +74,9 @@ def first_parting(
 
     Args:
         before, after: runs that kept their values, on the same inputs.
-        tolerance: as a share of the largest magnitude; 0: the same bits. None: see `TOLERANCES`.
-        same: the node of the first graph that a node of the second one stands for, None if there is none; by default
-            the one of the same name and op, as in a graph and what a pass made of it.
+        tolerance: as a share of the largest magnitude; 0: equal numbers. None: see `TOLERANCES`.
+        same: the node of the first graph that a node of the second one stands for, or None. Default: the one of the
+            same name and op, as in a graph and what a pass made of it.
     """
     named = {node.name: node for node in before.graph.calls}
 
@@ -119,7 +121,7 @@ def aligned(a: Tensor, b: Tensor, rows_a: Tensor | None, rows_b: Tensor | None) 
 
 
 def difference(values: tuple[Tensor, Tensor], tolerance: float | None) -> Difference | None:
-    """How far two values are apart; None if they are alike within a tolerance (see `first_parting`)."""
+    """The distance of two values; None within a tolerance (see `first_parting`)."""
     a, b = values
     if a.shape != b.shape or a.dtype != b.dtype:
         kinds = [f"{v.dtype} {tuple(v.shape)}".removeprefix("torch.") for v in values]

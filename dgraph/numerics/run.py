@@ -17,7 +17,7 @@ from dgraph.ops import op_of
 
 @dataclass(frozen=True)
 class Run:
-    """What a graph computed from some inputs.
+    """The values that a graph computed from some inputs.
 
     Attributes:
         graph: what ran.

@@ -146,7 +146,7 @@ def _pack_starts(spec: ModelSpec, length: int) -> Tensor:
 
 @dataclass
 class State:
-    """What a graph keeps from step to step: caches, and values per sequence.
+    """The memory of a graph from step to step: caches, and values per sequence.
 
     Attributes:
         kept: by the name of the input.
@@ -155,8 +155,10 @@ class State:
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def inputs(self, graph: Graph, step: SmallStep) -> dict[str, Tensor] | None:
-        """The inputs of a graph in a step; None where it cannot run that: without caches it needs all rows, on a padded
-        batch all rows see all, and what no decode loop gives is known (0) in a first step alone.
+        """The inputs of a graph in a step; None where it cannot run that step.
+
+        Without caches it needs all rows, and on a padded batch each row sees all. An input that no decode loop gives is
+        0 in a first step, and unknown later.
         """
         found = {}
         padded = any(spec.shape[:2] == ("b", "t") for spec in graph.inputs.values())
@@ -194,7 +196,7 @@ class State:
 
 
 def reads_choice(graph: Graph) -> bool:
-    """Whether a graph reads packed keys that another program chooses and writes."""
+    """Say whether a graph reads packed keys that another program chooses and writes."""
     packed = {graph.input(name) for name, spec in graph.inputs.items() if spec.per == "packed"}
     written = {node for call in graph.calls if (op := op_of(call.target)) for node in op.written(args_of(call))}
     return bool(packed) and not packed & written

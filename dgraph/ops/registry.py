@@ -305,7 +305,7 @@ def numeric(dtype: torch.dtype) -> torch.dtype:
 
 
 def targets_of(name: str) -> list[Any]:
-    """What the target of a node can be that calls an op: every overload, and the packet of them; empty for no op.
+    """The targets of nodes that call an op: every overload, and the packet of them; empty for no op.
 
     name: short ("kv_write", "linear"), which means an op of dgraph and one of torch alike; or "package::op", of torch
     "aten::linear".

@@ -143,7 +143,7 @@ class Pass:
     def identity(self) -> Pass | None:
         """The pass at the setting at which it changes no result: bit for bit if it is EXACT, else within rounding.
 
-        An APPROXIMATE pass declares it, and one that has further settings that round. None: there is none.
+        An APPROXIMATE pass declares it, and so does one with a setting that rounds. None: it has no such setting.
         """
         return None if self.effect is Effect.APPROXIMATE else self
 
@@ -162,7 +162,7 @@ _DECLARED: dict[str, tuple[type, str]] = {
     "signature": (frozenset, 'a frozenset of names, as frozenset({"kept"})'),
     "changes_weights": (bool, "True or False"),
 }
-"""What the class of a pass declares, and how."""
+"""Declarations of the class of a pass, with their types and how to write them."""
 
 
 def check_pass(step: object) -> None:

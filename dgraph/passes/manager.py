@@ -84,12 +84,12 @@ def _weights(graph: Graph) -> dict[str, Tensor]:
 
 
 def _from_outside(step: Pass) -> bool:
-    """Whether another package brings a pass."""
+    """Say whether another package brings a pass."""
     return type(step).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def _computed(graph: Graph) -> list[Any]:
-    """What a graph computes, for a comparison within this process; calls that nothing reads are no part of it."""
+    """The computation of a graph, to be compared within this process; calls that nothing reads are no part of it."""
     writes = [node for node in graph.calls if (op := op_of(node.target)) is not None and op.mutates]
     live = ancestors([*writes, *(node for node in graph.fx.nodes if node.op == "output")])
     return [graph.outputs, *((n, n.target, n.args, n.kwargs) for n in graph.fx.nodes if n in live)]

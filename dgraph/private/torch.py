@@ -149,7 +149,7 @@ class WriteWatch(TorchDispatchMode):
     """While it is entered, calls `refuse` before an op writes to the memory of known tensors.
 
     It sees what torch's dispatcher does: writes under `no_grad`, through `.data`, views, storages, lists and `out=`.
-    What writes past the dispatcher, as numpy does, is not seen. The schema of an op says which arguments it writes.
+    Writes past the dispatcher, as those of numpy, are not seen. The schema of an op says which arguments it writes.
     Nothing public shows an op before it runs. Storages are told apart as by `StorageWatch`. Checked on 2.11 and 2.13.
 
     Args:
