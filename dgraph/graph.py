@@ -18,7 +18,6 @@ import copy
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +27,7 @@ from torch.fx import Node
 from dgraph.adapters import Adapter
 from dgraph.card import Card, Described, counted
 from dgraph.errors import InputError, UnknownName, VerifyError
+from dgraph.listed import Listed as Listed
 from dgraph.nodes import args_of, op_name
 from dgraph.ops import OPS, Op, op_of, targets_of
 from dgraph.private.torch import OpOverload
@@ -40,19 +40,6 @@ ALL = "N"
 
 DECISION = ("logits", "token")
 """Outputs that have one entry for each row that a step decides on."""
-
-
-@dataclass(frozen=True)
-class Listed:
-    """Some rows of a row set as a list.
-
-    Attributes:
-        index: i64[K], the number of each in that set, ascending, -1 after the last.
-        cu_rows: i32[b+1], their offsets per sequence.
-    """
-
-    index: Node
-    cu_rows: Node
 
 
 class Graph(Described):
