@@ -76,15 +76,12 @@ class Graph(Described):
 
     def card(self) -> Card:
         """See `Described`."""
-        facts = (
-            ("inputs", ", ".join(self.inputs)),
-            ("outputs", ", ".join(self.outputs)),
-            ("weights", f"{counted(len(self.tensors), 'tensor')}, {str(self.spec.dtype).removeprefix('torch.')}"),
-            ("passes", " > ".join(self.history) or "none: as captured"),
-            ("use", "print(dgraph.dump(graph)), dgraph.diff(graph), dgraph.explain(graph)"),
-        )
-        calls = counted(len(self.calls), "call")
-        return Card(f"Graph of {self.spec.family}: {calls}, {counted(self.spec.layers, 'layer')}", facts)
+        size = f"{counted(len(self.calls), 'call')}, {counted(self.spec.layers, 'layer')}"
+        weights = f"{counted(len(self.tensors), 'tensor')}, {str(self.spec.dtype).removeprefix('torch.')}"
+        passes, use = " > ".join(self.history), "print(dgraph.dump(graph)), dgraph.diff(graph), dgraph.explain(graph)"
+        facts = [("inputs", ", ".join(self.inputs)), ("outputs", ", ".join(self.outputs)), ("weights", weights)]
+        facts += [("passes", passes or "none: as captured"), ("use", use)]
+        return Card(f"Graph of {self.spec.family}: {size}", facts)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -166,7 +163,7 @@ class Graph(Described):
             raise VerifyError(f"weight {name!r} is in the graph already.")
         placeholders = [n for n in self.fx.nodes if n.op == "placeholder"]
         first_input = next((n for n in placeholders if "input" in n.meta), None)
-        node = self._placeholder(_identifier(name), before or first_input or self._first_after(placeholders))
+        node = self._placeholder(name, before or first_input or self._first_after(placeholders))
         node.meta.update(weight=name, val=self.symbols.of(tensor))
         self.tensors[name] = tensor
         return node
@@ -175,13 +172,11 @@ class Graph(Described):
         """A new run-time input after the last one, or the present one if it is declared alike."""
         if spec.name in self.inputs:
             if self.inputs[spec.name] != spec:
-                raise VerifyError(
-                    f"input {spec.name!r} is declared as {self.inputs[spec.name]}; it cannot also be {spec}. "
-                    f"Give the new input another name."
-                )
+                got = f"input {spec.name!r} is declared as {self.inputs[spec.name]}; it cannot also be {spec}"
+                raise VerifyError(f"{got}. Give the new input another name.")
             return self.input(spec.name)
         placeholders = [n for n in self.fx.nodes if n.op == "placeholder"]
-        node = self._placeholder(_identifier(spec.name), before=self._first_after(placeholders))
+        node = self._placeholder(spec.name, before=self._first_after(placeholders))
         node.meta.update(input=spec.name, val=self.symbols.shared(spec.shape, spec.dtype, self.device))
         self.inputs[spec.name] = spec
         return node
@@ -215,8 +210,7 @@ class Graph(Described):
         Raises:
             VerifyError: the target is no op, or it does not accept the arguments; the graph is as it was.
         """
-        if isinstance(target, Op):
-            target = target.overload
+        target = target.overload if isinstance(target, Op) else target
         if not isinstance(target, OpOverload) and target is not operator.getitem:
             raise VerifyError(f"{by} calls {target}; expected an overload of an op, as torch.ops.aten.neg.default.")
         with self.fx.inserting_before(before):
@@ -496,7 +490,7 @@ class Graph(Described):
 
     def _placeholder(self, name: str, before: Node | None) -> Node:
         with nullcontext() if before is None else self.fx.inserting_before(before):
-            node = self.fx.placeholder(name)
+            node = self.fx.placeholder("".join(c if c.isalnum() else "_" for c in name))
         node.meta.update(layer=None, role="", by="")
         return node
 
@@ -504,7 +498,3 @@ class Graph(Described):
         """The node after the last placeholder; None in an empty graph (append)."""
         following = placeholders[-1].next if placeholders else next(iter(self.fx.nodes), None)
         return following if following is not None and following.op != "root" else None
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)
