@@ -160,6 +160,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("amax", "amin", "max", "min", "argmax", "argmin", "all", "any", "prod"), _REDUCED),
     **dict.fromkeys(("var", "std", "var_mean", "std_mean", "logsumexp", "median", "kthvalue", "mode"), _REDUCED),
     **dict.fromkeys(("norm", "linalg_vector_norm", "count_nonzero"), _REDUCED),
+    "cosine_similarity": Rule(kinds.likened, ("dim",)),
     # Moves entries.
     **dict.fromkeys(("reshape", "view", "_unsafe_view", "_reshape_alias", "flatten", "unflatten"), _RESHAPED),
     "squeeze": _RESHAPED,

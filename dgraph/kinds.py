@@ -88,6 +88,18 @@ def reduced(call: Call) -> Axes:
     return _of(call, lambda _, node: [None if i in worked else kept.index(i) for i in range(rank)])
 
 
+def likened(call: Call) -> Axes:
+    """Two values that broadcast are compared along `dim`, which is dropped."""
+    rank = len(call.out) + 1
+    worked = call.dim("dim", rank, 1)
+
+    def dims(_: str, node: Node) -> list[int | None]:
+        places = _aligned(call.rank(node), rank)
+        return [None if at == worked else at - (at > worked) for at in places]
+
+    return _of(call, dims)
+
+
 def normed(call: Call) -> Axes:
     """Works along the last dimensions, whose sizes it is given."""
     shape = call.get("normalized_shape")

@@ -53,6 +53,8 @@ def s(target: Any, *args: Any, **kwargs: Any) -> Sample:
 
 X = 3, 4, 5
 SAMPLES = [
+    s(aten.cosine_similarity.default, f(*X), f(4, 5), -1),
+    s(aten.cosine_similarity.default, f(3, 4), f(3, 4)),
     s(aten.add.Tensor, f(*X), f(4, 1)),
     s(aten.sub.Tensor, f(*X), f(5)),
     s(aten.subtract.Tensor, f(*X), f(5)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -88,11 +89,10 @@ def test_an_exact_pass_that_scales_is_named_with_where_it_parts() -> None:
     assert message.startswith(
         "Scale(by=1.000001) declares exact, the same bits, but logits of step 1 differs on small inputs: "
     )
-    place = (
-        "The first node that parts is in layer 2 (mlp), node mul_tensor_3, which reads mul_tensor_5 (made by Scale): "
-    )
-    assert place in message
-    assert "elements differ, by up to 4." in message.partition(place)[2]
+    place = r"The first node that parts is in layer 2 \(mlp\), node \w+, which reads \w+ \(made by Scale\): (.*)"
+    found = re.search(place, message)  # numbers of nodes depend on who has used the graph before
+    assert found is not None
+    assert "elements differ, by up to 4." in found[1]
 
 
 def test_a_pass_in_the_middle_of_a_recipe_is_found(captured: Graph, model: dgraph.Model) -> None:
