@@ -1,4 +1,4 @@
-"""The lines of the output: each id once, whatever ended the runs before this one."""
+"""Output file of answers: each id once, however earlier runs ended."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dgraph.errors import InputError
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a question.
+    """The answer to a question.
 
     Attributes:
         id: of the question.
-        text: the response; None without a tokenizer, and where there is none.
-        tokens: of the response.
+        text: the response; None without a tokenizer, and for an error.
+        tokens: number of tokens of the response.
         finish_reason: "stop", "length", or "error".
         error: what went wrong, where the finish reason is "error".
     """
@@ -85,7 +85,7 @@ class Answers:
         self.done = set(self.present)
 
     def add(self, answer: Answer) -> bool:
-        """Write an answer, unless its id has one; whether it was written."""
+        """Write an answer unless its id has one; return True if it was written."""
         if answer.id in self.done:
             return False
         self._file.write(json.dumps(answer.to_json(), ensure_ascii=False).encode() + b"\n")
@@ -94,7 +94,7 @@ class Answers:
         return True
 
     def close(self) -> None:
-        """Make sure that all of it is on the disk, and let others have the file."""
+        """Sync the file to the disk, close it and release its lock."""
         os.fsync(self._file.fileno())
         self._file.close()
         self._release()
@@ -110,7 +110,7 @@ class Answers:
         self._lock.release()
 
     def _read(self, ids: Collection[Id]) -> frozenset[Id]:
-        """Ids of the answers that are there, after the last line was made whole or removed."""
+        """Read the ids that have an answer; complete or remove a last line that was cut off."""
         self._file.seek(0)
         text = self._file.read()
         whole, newline, rest = text.rpartition(b"\n")
@@ -136,7 +136,7 @@ class Answers:
 
 
 def _id_of(line: bytes) -> Id | None:
-    """Of an answer; None for anything else."""
+    """Parse the id of a line that is an answer; None for anything else."""
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):

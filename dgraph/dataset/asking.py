@@ -1,4 +1,4 @@
-"""Questions to an engine: as many at a time as keep it full."""
+"""Concurrent questions to an engine, enough at a time to keep it full."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.errors import EngineBusy, InputError
 
 AHEAD = 2
-"""Questions that are asked at a time, per slot of the engine: those that run, and as many that wait."""
+"""Concurrent questions per slot of the engine: one that runs, and one that waits."""
 PATIENCE = 0.1
-"""Seconds at most before a question is asked again of an engine whose queue is full."""
+"""Longest wait in seconds before a question is asked again of an engine whose queue is full."""
 
 
 async def ask(engine: Engine, question: Question) -> Answer:
-    """One question; what is wrong with it alone becomes its answer.
+    """Ask one question; an error of this question alone becomes its answer.
 
     Raises:
         EngineClosed: the engine has stopped: no question will be answered.
@@ -53,7 +53,7 @@ async def _ask(engine: Engine, question: Question) -> Answer:
 
 
 async def ask_all(engine: Engine, questions: Iterable[Question]) -> AsyncIterator[Answer]:
-    """All questions, `AHEAD` times the engine's slots at a time; answers as they come.
+    """Ask all questions, `AHEAD` times the engine's slots at a time; yield answers as they come.
 
     Raises:
         EngineClosed: the engine has stopped.

@@ -1,4 +1,4 @@
-"""The lines of the input: read and checked, all of them, before any is answered."""
+"""Input file of questions: all lines are read and checked before any is answered."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Question:
         index: the number of the line, from 1; draws differ by it.
         prompt: a text, or ids; None where there are messages.
         messages: a conversation; None where there is a prompt.
-        decoding: how it is answered.
+        decoding: settings of the answer.
         line: the line as it was, from which `read_line` makes the same question anywhere.
     """
 
@@ -41,11 +41,11 @@ class Question:
 
 
 def read_questions(path: str | Path, usual: Decoding) -> list[Question]:
-    """All lines of a file; empty ones are passed over.
+    """Read all questions of a file; empty lines are skipped.
 
     Args:
         path: of the file.
-        usual: how a line is answered as far as it does not say.
+        usual: decoding settings that a line has unless it says otherwise.
 
     Raises:
         InputError: the file cannot be read, has no line, or has lines that cannot be used; the message names them.
@@ -73,7 +73,7 @@ def read_questions(path: str | Path, usual: Decoding) -> list[Question]:
 
 
 def read_line(line: str, index: int, usual: Decoding) -> Question:
-    """One line; see `read_questions`.
+    """Parse one line; see `read_questions`.
 
     Raises:
         InputError, UnknownName: what it says cannot be used.
@@ -85,7 +85,7 @@ def read_line(line: str, index: int, usual: Decoding) -> Question:
 
 
 def question_of(said: Mapping[str, Any], index: int, usual: Decoding, line: str = "") -> Question:
-    """The question that fields are; see `read_questions`.
+    """Make a question of the fields of a line; see `read_questions`.
 
     Raises:
         InputError, UnknownName: what they say cannot be used.
@@ -111,7 +111,7 @@ def question_of(said: Mapping[str, Any], index: int, usual: Decoding, line: str 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value."""
+    """Yield all texts in a nested value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
