@@ -1,7 +1,7 @@
-"""What people look at in a browser: runs that denoise, and graphs. No build step, and nothing from another host.
+"""Browser pages of denoising runs and of graphs. No build step, and nothing from another host.
 
 `files/` has the pages' parts as a browser takes them; `dgraph.serve` serves that folder as it is, and `page` makes one
-self-contained file of some of them. `run` says what a run is, to Python and to the scripts alike.
+self-contained file of some of them. `run` defines a run for Python and for the scripts alike.
 """
 
 from dgraph.viewer.page import FILES, page

@@ -1,4 +1,4 @@
-"""One self-contained file of a page's parts: styles, modules and data inline, and nothing else may load or run."""
+"""A self-contained page: styles, modules and data inline, and nothing else may load or run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?function|class|const)", flags=re.MU
 def page(
     title: str, body: str, *, styles: Sequence[str], script: str | None = None, data: Mapping[str, Any] | None = None
 ) -> str:
-    """A page that needs nothing beside itself. Its content security policy names its own style and script.
+    """Build a page that needs no other file. Its content security policy names its own style and script.
 
     Args:
         title: plain text.
@@ -53,7 +53,7 @@ def _read(name: str) -> str:
 
 
 def _joined(entry: str) -> str:
-    """A module and those that it imports as one: each once, before whoever imports it.
+    """Join a module and those that it imports: each once, before the modules that import it.
 
     Modules import by `import { a, b } from "./file.js";` alone, and no two of them have a name in common.
     """
@@ -70,11 +70,11 @@ def _joined(entry: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that can stand in a page: no text of it ends the element, or opens another."""
+    """Encode JSON for a page: no text of it ends the element, or opens another."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _digest(text: str) -> str:
-    """A text's hash as a content security policy names it."""
+    """Hash of a text, as a content security policy names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

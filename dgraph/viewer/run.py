@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from dgraph.engine.events import Event
 
 VERSION = 1
-"""Of the JSON; a viewer of another version does not know its names."""
+"""Version of the JSON; a viewer of another version does not know its names."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The block that was being decoded, after one step. Of its W positions:
+    """The current block of W positions, after one step; tuples have W entries.
 
     Attributes:
         step: of the request, from 1.
-        offset: position in the response of the first one.
+        offset: position of the first of them in the response.
         token_ids: -1 where there is a mask.
         tokens: text of each, None for a mask.
         confidence: with which each was committed, in [0, 1]; 0 for a mask.
@@ -42,7 +42,7 @@ class Token:
 
     Attributes:
         token: its id.
-        text: its own; joined, they are the response as far as no character is made of several.
+        text: its text. Joined, texts are the response as far as no character is made of several tokens.
         step: that committed it, from 1; 0 where it was given.
         confidence: with which, in [0, 1].
     """
@@ -55,7 +55,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Run:
-    """One response. `to_json` is what the viewer's scripts take, and what a server's stream adds up to.
+    """One response. The viewer's scripts take its `to_json`, and a server's stream adds up to it.
 
     Attributes:
         model, recipe: by name.
@@ -87,7 +87,7 @@ class Run:
         prompt: str,
         block_length: int,
     ) -> Run:
-        """What the events of a request that asked for drafts add up to.
+        """Build a run from the events of a request that asked for drafts.
 
         Args:
             events: all of them; the last has the request's times.
