@@ -1,4 +1,4 @@
-"""What dgraph uses of Inductor, torch's compiler, whose parts are private: see torch.py beside this.
+"""Private parts of Inductor, torch's compiler, that dgraph uses; see torch.py beside this.
 
 Each use says why no public name serves, and the versions on which it was checked.
 """
@@ -45,16 +45,16 @@ def compile_region(
     """Compile a straight-line module with Inductor for every size of its symbolic dimensions.
 
     `torch.compile` would trace the module again and key its code by guards, and AOTInductor bakes weights in;
-    `standalone_compile` takes a graph as it stands and weights as inputs. It specialises silently to the example's
-    sizes unless the inputs are the placeholders' own fake tensors and `example_value` is set on the nodes, because
-    that is where "from_graph" looks for the fake mode. Checked on 2.11 and 2.13.
+    `standalone_compile` takes a graph as it stands and weights as inputs. Inputs must be the placeholders' own fake
+    tensors, and `example_value` must be set on the nodes: "from_graph" looks for the fake mode there. Otherwise it
+    specialises silently to the example's sizes. Checked on 2.11 and 2.13.
 
     Args:
         module: the module; its targets are ops of torch and functions.
         example_inputs: fake values of its placeholders.
         settings: of Inductor, for this compilation.
-        functions: if given, the result can be packed by `pack_region`. Torch keeps no code for functions that are not
-            its own unless they are named, with a text that changes whenever they do: qualified name -> hash.
+        functions: qualified name -> hash; if given, the result can be packed by `pack_region`. Torch keeps code for
+            functions that are not its own only if they are named here. A hash must change whenever its function does.
     """
     import torch._inductor as inductor
 
@@ -75,15 +75,17 @@ def compile_region(
 
 
 WHOLE_ROWS = 16384
-"""Up to so many values of a row a kernel reduces what it holds of it in registers, on a GPU."""
+"""Longest row, in values, that a kernel on a GPU holds in registers while it reduces it."""
 WHOLE_HEADS = 512
-"""The same where Inductor does not see how neighbours lie, as of heads that are part of a wider row."""
+"""The same limit where Inductor does not see how neighbours lie, as for heads that are part of a wider row."""
 
 
 def _choices() -> Any:
-    """What chooses how Inductor reduces. Its own rule reads rows of more than 1,024 values again for each thing that is
-    summed up of them: a norm whose result is rounded takes three passes, each as long as memory takes to answer. Torch
-    says that it is to be overridden so, but not where it is public. Checked on 2.11 and 2.13.
+    """Handler that chooses how Inductor reduces rows: long ones stay in registers.
+
+    Inductor's own rule reads rows of more than 1,024 values again for each sum over them. A norm whose result is
+    rounded then takes three passes, each as long as memory takes to answer. Torch says that the class is to be
+    overridden in this way, but gives no public name for it. Checked on 2.11 and 2.13.
     """
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
@@ -93,12 +95,12 @@ def _choices() -> Any:
         """Rows of up to WHOLE_ROWS values, and heads of up to WHOLE_HEADS, lie in registers."""
 
         def uuid(self) -> str:
-            """For torch's own caches."""
+            """Name of these choices in torch's own caches."""
             return f"dgraph whole rows {WHOLE_ROWS} heads {WHOLE_HEADS}"
 
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            """Whether a kernel holds what it reduces."""
+            """True if a kernel holds the values that it reduces in registers."""
             import torch._inductor.config as config
 
             whole = {ReductionHint.INNER: WHOLE_ROWS, ReductionHint.DEFAULT: WHOLE_HEADS}
@@ -112,11 +114,11 @@ def _choices() -> Any:
 
 @contextlib.contextmanager
 def _letting_start() -> Iterator[None]:
-    """While it is entered, kernels that Inductor generates let the next one start early (`dgraph.early`).
+    """Context manager in which kernels that Inductor generates let the next one start early (`dgraph.early`).
 
-    By itself it makes kernels either start early and let start, or neither, and waits where that is unsound. What it
-    generates of a kernel's body it hands to a function that sorts the waits out; here that one puts the line before all
-    others. Not to be entered by two threads at a time. Checked on 2.11 and 2.13.
+    By itself Inductor makes kernels either start early and let start, or neither, and waits where that is unsound. It
+    hands the generated body of a kernel to a function that sorts the waits out. Here that function puts the line that
+    lets start before all others. Two threads must not enter it at a time. Checked on 2.11 and 2.13.
     """
     from torch._inductor.codegen.triton import TritonKernel
 
@@ -133,8 +135,9 @@ def _letting_start() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _for_devices(devices: Collection[torch.device]) -> Iterator[dict[str, Any]]:
-    """While it is entered, Inductor generates what pays on these devices. It gives the settings by which torch's own
-    caches tell so. Checked on 2.11 and 2.13.
+    """Context manager in which Inductor generates what pays on these devices.
+
+    It yields the settings by which torch's own caches tell so. Checked on 2.11 and 2.13.
     """
     if all(device.type != "cuda" for device in devices):
         yield {}
@@ -153,11 +156,11 @@ REGION = "region.pickle"
 
 
 def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
-    """What `load_region` needs to make a compiled region again, as files by name.
+    """Pack a compiled region as files by name, from which `load_region` makes it again.
 
     `CompiledArtifact.save` keeps the generated Python, and for a GPU the kernels' binaries, but no binary of a kernel
-    in C++: each new process compiles it again for 2 to 15 seconds, and cannot without a compiler. So these are added.
-    Checked on 2.11 and 2.13.
+    in C++. Each new process would compile that kernel again for 2 to 15 seconds, and cannot without a compiler. So
+    binaries of kernels in C++ are added. Checked on 2.11 and 2.13.
 
     Raises:
         LoweringError: torch keeps no copy, or has changed what it generates.
@@ -174,7 +177,7 @@ def pack_region(compiled: Callable[..., Any]) -> dict[str, bytes]:
 
 
 def _copy(compiled: Callable[..., Any]) -> tuple[Any, bytes]:
-    """What torch keeps of a region, and the same pickled. Checked on 2.11 and 2.13."""
+    """Torch's cache entry of a region, and the same pickled. Checked on 2.11 and 2.13."""
     import torch._functorch.config as functorch
 
     with functorch.patch("bundled_autograd_cache", True):
@@ -219,13 +222,13 @@ def load_region(files: Mapping[str, bytes], folder: Path, settings: dict[str, An
 
 
 class StoredKernels:
-    """Stands where generated Python expects the object that compiles, and hands out kernels that are built."""
+    """Stand-in for the object that compiles kernels in generated Python; hands out kernels that are built."""
 
     def __init__(self, folder: str):
         self._folder = Path(folder)
 
     def cpp_pybinding(self, argtypes: Sequence[str], source: str) -> Callable[..., None]:
-        """A kernel. Its module asks the environment for a function of torch. Checked on 2.11 and 2.13."""
+        """Load a kernel. Its module asks the environment for a function of torch. Checked on 2.11 and 2.13."""
         from torch._C._dynamo import guards
 
         path = self._folder / _kernel_name(argtypes, source)
@@ -240,11 +243,11 @@ class StoredKernels:
         return module.kernel
 
     def wait(self, scope: dict[str, Any]) -> None:
-        """Nothing is being compiled."""
+        """Return at once: nothing is being compiled."""
 
 
 class _BuiltKernels(StoredKernels):
-    """Stands in the same place, and notes the files of the kernels that were compiled just now."""
+    """The same stand-in, which notes the files of the kernels that were compiled just now."""
 
     def __init__(self) -> None:
         self.paths: dict[str, Path] = {}
@@ -259,7 +262,7 @@ class _BuiltKernels(StoredKernels):
 
 
 def _kernel_name(argtypes: Sequence[str], source: str) -> str:
-    """The file of a kernel: by its source, so that generated code never meets a kernel that it was not made for."""
+    """File name of a kernel: by its source, so that generated code never meets a kernel that it was not made for."""
     return f"kernel-{hashlib.sha256(repr((list(argtypes), source)).encode()).hexdigest()[:16]}.so"
 
 
@@ -278,9 +281,9 @@ def _with_kernels(source: str, kernels: str) -> str:
 
 
 def settle_kernels() -> None:
-    """Where Triton keeps kernels, say so now as Inductor would when it makes or loads its first one.
+    """Set the folder in which Triton keeps kernels now, as Inductor would when it makes or loads its first one.
 
-    What is put there before is then found. Checked on 2.11 and 2.13.
+    Kernels that are put there before that are then found. Checked on 2.11 and 2.13.
     """
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
@@ -332,8 +335,9 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
 
 
 def load_cpp(source: str, name: str) -> Callable[..., Any]:
-    """A function of C++ source, compiled for this CPU as Inductor compiles its own kernels, with OpenMP, and found in
-    Inductor's cache the next time. It contracts a * b + c. Checked on 2.11 and 2.13.
+    """Compile a function of C++ source for this CPU as Inductor compiles its own kernels, with OpenMP.
+
+    The function is found in Inductor's cache the next time. It contracts a * b + c. Checked on 2.11 and 2.13.
 
     Inductor finds it by source and command line, which says "native" on every CPU; so the source names the CPU's
     features, or machines that share a cache would run what one of them lacks.

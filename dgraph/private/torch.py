@@ -42,10 +42,10 @@ __all__ = [
 
 
 def held(tensors: list[Tensor]) -> list[Tensor]:
-    """Those of tensors, which are in this list only, that C++ holds, too: for an op that has not ended in its thread.
+    """Select the tensors that C++ holds, too: for an op that has not ended in its thread.
 
-    C++ has one reference to the object of Python for all of its own, and gives it back after the last of those. Nothing
-    public counts those of C++. Checked on 2.11 and 2.13.
+    Each tensor must be in this list only. C++ has one reference to the object of Python for all of its own, and gives
+    it back after the last of those. Nothing public counts the references of C++. Checked on 2.11 and 2.13.
     """
     (alone,) = (sys.getrefcount(each) for each in [object()])
     counts = ((tensor._use_count(), sys.getrefcount(tensor)) for tensor in tensors)  # type: ignore[attr-defined]
@@ -55,9 +55,9 @@ def held(tensors: list[Tensor]) -> list[Tensor]:
 def let_written_be_left_out(custom: Any) -> None:
     """Let calls of a `torch.library.custom_op` leave out arguments that it writes, where they have a default.
 
-    Before 2.13, what counts the versions of written tensors takes every one of them from the positional arguments, and
-    the dispatcher drops those that equal their default: an IndexError, whether None is given or left out. Checked on
-    2.11; 2.13 does as this.
+    Before 2.13, torch counts the versions of written tensors, and takes every one of them from the positional
+    arguments. The dispatcher drops arguments that equal their default: an IndexError, whether None is given or left
+    out. Checked on 2.11; 2.13 does as this.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
         return
@@ -88,21 +88,21 @@ def fake_mode() -> Any:
 
 
 class StorageWatch(TorchDispatchMode):
-    """While it is entered, counts the bytes of the memory that ops allocate, from when a result is made until nothing
-    holds it any more: of real tensors on a CPU, and of fake ones.
+    """Mode that counts the bytes of the memory that ops allocate: of real tensors on a CPU, and of fake ones.
 
-    Not seen is what code allocates past torch's dispatcher: compiled regions, and kernels of torch for themselves.
-    `memory_stats` counts a GPU's memory alone. Storages are counted as torch's own memory tracker counts them, by weak
-    references to their Python objects. Checked on 2.11 and 2.13.
+    Bytes count from when a result is made until nothing holds it any more. Memory that code allocates past torch's
+    dispatcher is not seen: compiled regions, and kernels of torch for themselves. `memory_stats` counts a GPU's memory
+    alone. Storages are counted as torch's own memory tracker counts them, by weak references to their Python objects.
+    Checked on 2.11 and 2.13.
 
     Args:
-        grain: an allocation takes a multiple of so many bytes.
+        grain: bytes; an allocation takes a multiple of it.
         seen: called with the live bytes whenever they have risen.
 
     Attributes:
         live: bytes that are allocated now.
         peak: most that were at a time.
-        quiet: whether ops are let pass uncounted.
+        quiet: True lets ops pass uncounted.
     """
 
     def __init__(self, grain: int = 1, seen: Callable[[int], object] | None = None):
@@ -127,7 +127,7 @@ class StorageWatch(TorchDispatchMode):
         self._count(_storages(value))
 
     def rise(self, size: int) -> None:
-        """Count so many bytes that are allocated and freed again at once."""
+        """Count `size` bytes that are allocated and freed again at once."""
         self.peak = max(self.peak, self.live + size)
         self._seen(self.live + size)
 
@@ -146,7 +146,7 @@ class StorageWatch(TorchDispatchMode):
 
 
 class WriteWatch(TorchDispatchMode):
-    """While it is entered, calls `refuse` before an op writes to the memory of known tensors.
+    """Mode that calls `refuse` before an op writes to the memory of known tensors.
 
     It sees what torch's dispatcher does: writes under `no_grad`, through `.data`, views, storages, lists and `out=`.
     Writes past the dispatcher, as those of numpy, are not seen. The schema of an op says which arguments it writes.
@@ -294,8 +294,10 @@ def symmetric(size: int, device: torch.device, group: Any) -> tuple[Tensor, bool
 
 
 def product_of_int8(x: Tensor, weight: Tensor) -> Tensor:
-    """int8 [..., columns] @ int8 [rows, columns].T in int32, on a CPU, of any sizes: torch's public products of int8
-    sum in int8. Those of one column it gets wrong, and they are no sums. Checked on 2.13.
+    """Multiply int8 [..., columns] @ int8 [rows, columns].T in int32, on a CPU, of any sizes.
+
+    Torch's public products of int8 sum in int8. `torch._int_mm` gets products of one column wrong; these need no sum.
+    Checked on 2.13.
     """
     if x.shape[-1] == 1:
         return x.int() * weight[:, 0].int()

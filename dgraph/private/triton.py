@@ -51,7 +51,7 @@ class LoadedKernel:
     binary: Any
 
     def files(self) -> dict[str, bytes]:
-        """What Triton loads it from, by name. The code is what this process runs, not what lies on the disk now.
+        """Files that Triton loads the kernel from, by name. The code is what this process runs, not the disk's.
 
         Checked on 3.6 and 3.7.
 
@@ -68,7 +68,7 @@ class LoadedKernel:
 
 
 def target_of(device: torch.device) -> str | None:
-    """What Triton compiles for on a device, as "cuda 90"; None where kernels are not stored, or Triton is missing."""
+    """Triton's target for a device, as "cuda 90"; None where kernels are not stored, or Triton is missing."""
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -100,7 +100,7 @@ def loaded_kernels(modules: Iterable[str]) -> dict[str, LoadedKernel]:
 
 
 def launcher_libraries(binaries: Iterable[Any]) -> dict[str, Path]:
-    """The libraries that Triton built with a C compiler to launch these kernels of its, by their keys in its cache.
+    """The libraries that Triton built with a C compiler to launch these kernels, by their keys in its cache.
 
     3.6 builds one per signature, 3.7 one for all; both one with helpers. Checked on 3.6 and 3.7.
     """
@@ -135,10 +135,10 @@ _ADDRESS = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)(("PyCFunction_Ge
 
 
 def _library_of(function: BuiltinFunctionType) -> Path:
-    """The file that a function in C is of, by the address of its code.
+    """File of the library that a function in C is from, by the address of its code.
 
-    Its module does not tell: all libraries that launch are modules of one name, and where one is loaded a second time,
-    Python fills the module of that name anew, which was another's.
+    Its module does not tell: all libraries that launch are modules of one name. When one is loaded a second time,
+    Python fills the module of that name anew, though it was another library's.
     """
     place = _Place()
     ctypes.CDLL(None).dladdr(ctypes.c_void_p(_ADDRESS(function)), ctypes.byref(place))
@@ -164,7 +164,7 @@ def _key_of_folder(name: str) -> str | None:
 
 
 def cache_folder() -> str:
-    """Where Triton looks for compiled kernels now. Inductor moves it when it first makes a kernel of its own.
+    """Folder in which Triton looks for compiled kernels now. Inductor moves it when it first makes a kernel of its own.
 
     Checked on 3.6 and 3.7.
     """
@@ -183,7 +183,7 @@ def put(key: str, files: Mapping[str, bytes]) -> bool:
         files: content by name.
 
     Returns:
-        Whether it was missing.
+        True if it was missing.
 
     Raises:
         OSError: the folder cannot be written.
