@@ -1,9 +1,8 @@
 """Canonical form: the same text for the same mathematics, whichever way a model's author spelled it.
 
 In order: drop what computes nothing, give SDPA its dgraph name, raise RMSNorm and rotary embedding to single ops, bring
-views into one form. Every
-rewrite keeps layer, role and source of the node that it replaces. The result is bit for bit the captured forward,
-because the reference of each raised op performs the same operations in the same order.
+views into one form. Every rewrite keeps layer, role and source of the node that it replaces. The result is bit for bit
+the captured forward, because the reference of each raised op performs the same operations in the same order.
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ def _drop_checks(graph: Graph) -> None:
 
 
 def _straighten_rotary_table(graph: Graph) -> None:
-    """Angles as positions[b, t, 1] * frequencies, where a version of transformers says the transpose of
-    frequencies[b, d, 1] @ positions[b, 1, t]: one product per element either way.
+    """Rewrite the angles of a rotary table as positions[b, t, 1] * frequencies.
 
-    So that one model reads the same whichever version captured it.
+    Some versions of transformers compute the transpose of frequencies[b, d, 1] @ positions[b, 1, t]: one product per
+    element either way. After the rewrite one model reads the same whichever version captured it.
     """
     for node in graph.calls:
         if op_name(node.target) != "transpose" or list(args_of(node)[1:]) not in ([1, 2], [2, 1], [-1, -2], [-2, -1]):
@@ -108,7 +107,7 @@ def _reshaped(node: Node) -> Node:
 
 
 def _keeps_all(node: Node) -> bool:
-    """Whether a node is a slice like `x[:]`."""
+    """True if a node is a slice like `x[:]`."""
     if not _is(node, aten.slice.Tensor):
         return False
     given = args_of(node)[2:]
@@ -117,7 +116,7 @@ def _keeps_all(node: Node) -> bool:
 
 
 def _cast_only_to(dtype: torch.dtype, node: Node) -> bool:
-    """Whether every cast on the way to `_reshaped(node)` is to one dtype."""
+    """True if every cast on the way to `_reshaped(node)` is to one dtype."""
     while node is not _reshaped(node):
         if op_name(node.target) == "to":
             given = [*args_of(node)[1:], *node.kwargs.values()]  # overloads of `to` take the dtype at different places
@@ -201,7 +200,7 @@ _NOT_PLAIN = {
 
 
 def _refuse_over_tokens(graph: Graph, node: Node) -> None:
-    """Refuse an attention that is written out: dgraph makes another one of it, and so has to know it."""
+    """Refuse an attention that is written out: dgraph rewrites attention, so it has to recognise it."""
     value, dim = args_of(node)[:2]
     if "t" in graph.symbols.names_in(value.meta["val"].shape[dim]):
         raise CaptureError(
@@ -274,7 +273,7 @@ def _before_expand(repeat: Node, heads: int) -> Node | None:
 
 
 def _raise_rms_norm(graph: Graph, node: Node) -> None:
-    """weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts."""
+    """Raise weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts, to `rms_norm`."""
     found = _commuted(node, aten.mul.Tensor, lambda weight, scaled: _match_norm(weight, scaled))
     if found is None:
         return
@@ -286,8 +285,10 @@ def _raise_rms_norm(graph: Graph, node: Node) -> None:
 
 
 def _raise_bare_norm(graph: Graph, node: Node) -> None:
-    """(x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts, where no weight follows, or one that is
-    computed: so after all norms that have their own were raised."""
+    """Raise (x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts, to `rms_norm` without a weight.
+
+    No weight follows it, or one that is computed. So this runs after all norms with a weight of their own were raised.
+    """
     found = _match_scaled(node)
     if found is not None:
         x, eps = found
@@ -303,7 +304,7 @@ def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
 
 
 def _match_scaled(scaled: Node) -> tuple[Node, float] | None:
-    """What is normed, and eps, of a norm as it is before its weight."""
+    """Operand and eps of a norm as it is before its weight; None if the node is no such norm."""
     product = _through_cast(scaled)
 
     def inner(x32: Node, rsqrt: Node) -> tuple[Node, float] | None:
@@ -335,7 +336,7 @@ def _match_scaled(scaled: Node) -> tuple[Node, float] | None:
 
 
 def _raise_rope(graph: Graph, node: Node) -> None:
-    """x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin."""
+    """Raise x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin to `rope`."""
     if not _is(node, aten.add.Tensor) or not all(_is(a, aten.mul.Tensor) for a in args_of(node)[:2]):
         return
     for plain, rotated in (args_of(node)[:2], args_of(node)[1::-1]):

@@ -1,9 +1,9 @@
 """Capture: a module's forward as a graph, through `torch.export`.
 
-The module maps `input_ids` i64[b, t] and `position_ids` i64[b, t] to logits [b, t, vocab]; what else it takes of each
-token it says itself, in an attribute `inputs`. Its attention is either one
-`dgraph::attention` call (what the families in `dgraph.models` arrange) or `scaled_dot_product_attention`; both become
-the anchor of every later pass. Weights and buffers become inputs of the graph, by name.
+The module maps `input_ids` i64[b, t] and `position_ids` i64[b, t] to logits [b, t, vocab]. Its attribute `inputs`
+declares any other input per token. Its attention is either one `dgraph::attention` call (as the families in
+`dgraph.models` arrange) or `scaled_dot_product_attention`; both become the anchor of every later pass. Weights and
+buffers become inputs of the graph, by name.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
 
 
 def inputs_of(module: nn.Module) -> tuple[InputSpec, ...]:
-    """What a module's forward takes of each token beside its id and position.
+    """Inputs of a module's forward for each token beside its id and position.
 
     Raises:
         CaptureError: an input that is not declared per token.

@@ -1,7 +1,7 @@
 """A captured graph as plain data, and its place in the artifact cache: capture is the longest part of a warm start.
 
-What is stored is the captured forward in canonical form: ops by name, arguments, layers, roles. No code, no weights and
-no types: a graph that is read back is typed anew from the model's own tensors, and verified like any other.
+The stored form is the captured forward in canonical form: ops by name, arguments, layers, roles. It has no code, no
+weights and no types. A graph that is read back is typed anew from the model's own tensors, and verified like any other.
 """
 
 from __future__ import annotations
