@@ -1,8 +1,8 @@
-"""Which calls of two listings are the same call: by op, arguments and wiring, never by number.
+"""Alignment of two listings: calls are the same by op, arguments and wiring, never by number.
 
 Calls are aligned layer by layer. A call's *key* is its op and arguments, with each value named by what made it; so a
 call that moved down because others were inserted keeps its key. Values that were only gathered (`compact`) count as
-what they were gathered from, and types are compared without their rows: another row set is not another computation.
+the values they were gathered from. Types are compared without their rows: another row set is not another computation.
 Calls that aligned are then held to it: one whose arguments were made by calls that did not align has changed.
 """
 
@@ -83,7 +83,7 @@ def align(before: Listing, after: Listing) -> dict[Place, list[Entry]]:
 
 
 class _Names:
-    """What made each value of a listing."""
+    """The call that made each value of a listing."""
 
     def __init__(self, listing: Listing):
         self.calls = calls_by_place(listing)
@@ -95,7 +95,7 @@ class _Names:
                         self.made[Ref("value", name, section.layer)] = line, i
 
     def origin(self, ref: Ref) -> Ref:
-        """What a value was gathered from; another reference is its own origin."""
+        """The value that a value was gathered from; another reference is its own origin."""
         while ref.kind == "value":
             line, part = self.made[ref]
             if line.op != GATHER:
@@ -104,7 +104,7 @@ class _Names:
         return ref
 
     def key(self, line: Line) -> Any:
-        """What a call has in common with the same call in another graph; hashable."""
+        """Key that a call shares with the same call in another graph; hashable."""
         types = tuple(map(without_rows, line.types))
         return line.op, map_refs(line.args, self._anonymous), map_refs(line.kwargs, self._anonymous), types
 

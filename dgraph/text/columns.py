@@ -1,4 +1,4 @@
-"""Plain tables. What prints one needs neither a graph nor torch."""
+"""Plain tables. Printing one needs neither a graph nor torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two graphs declare: model, passes, inputs, outputs, weights, row sets; and what only one of them does."""
+"""Declarations that two graphs differ in: model, passes, inputs, outputs, weights, row sets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Names:
 
 
 def declarations(old: Listing, new: Listing) -> dict[str, Names]:
-    """Per kind of declaration what only one of two graphs has."""
+    """Declarations that only one of two graphs has, by kind."""
     a, b = old.graph, new.graph
     return {
         "model": Names.of(_facts(a), _facts(b)),

@@ -55,7 +55,7 @@ class GroupDiff:
 
     @property
     def count(self) -> int:
-        """How many layers."""
+        """Number of layers."""
         return 1 if self.layers is None else self.layers[1] - self.layers[0] + 1
 
     def total(self, mark: str) -> int:
@@ -75,7 +75,7 @@ class GroupDiff:
 
 @dataclass(frozen=True, repr=False)
 class Diff(Described):
-    """What differs between two graphs; prints as text, summary first. False if nothing does.
+    """Differences between two graphs; prints as text, summary first. False if there are no differences.
 
     Attributes:
         names: of the graphs.
@@ -255,5 +255,5 @@ def _moved(entry: Entry, left: list[Line], right: list[Line]) -> tuple[str, str]
 
 
 def _by(entry: Entry, left: list[Line], right: list[Line]) -> str:
-    """The pass that made the new call, or, of one that is gone, the old."""
+    """The pass that made the new call, or the old one if the call is gone."""
     return right[entry.after].by if entry.after is not None else left[entry.before or 0].by

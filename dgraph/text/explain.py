@@ -1,6 +1,6 @@
-"""What a recipe makes of a model: each pass and where it applied, the stages, and the regions that will be compiled.
+"""Explanation of a recipe on a model: each pass and where it applied, the stages, and the regions to compile.
 
-Nothing is compiled for it: passes and schedule are enough.
+Nothing is compiled for an explanation: passes and schedule are enough.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StageUse:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Described):
-    """Prints as text.
+    """Explanation of a recipe on a model; prints as text.
 
     Attributes:
         recipe: as a value.

@@ -42,11 +42,11 @@ class Group:
 
     @property
     def count(self) -> int:
-        """How many layers."""
+        """Number of layers."""
         return 1 if self.layers is None else self.layers[1] - self.layers[0] + 1
 
     def bindings(self, layer: int) -> dict[str, Ref]:
-        """What the carried names are in one layer."""
+        """Values that the carried names stand for in one layer."""
         assert self.layers is not None
         return {c.name: c.first if layer == self.layers[0] else replace(c.then, layer=layer - 1) for c in self.carried}
 
@@ -55,8 +55,9 @@ def fold(sections: Iterable[Section]) -> tuple[Group, ...]:
     """Consecutive layers with equal lines as one group.
 
     A layer's *foreign* values (of other layers, or outside) are numbered by first use. Two layers are equal if their
-    lines are, up to foreign values; and of each foreign value, all layers of a group must take either the same one (a
-    table of cosines) or the same one of the layer before (the hidden states), the first layer excepted.
+    lines are, up to foreign values. Each foreign value must be shared or carried in all layers of a group. A shared one
+    is the same value (a table of cosines). A carried one is the same value of the layer before (the hidden states), the
+    first layer excepted.
     """
     runs: list[list[Section]] = []
     for section in sections:
@@ -77,7 +78,7 @@ def _continues(run: list[Section], section: Section) -> bool:
 
 
 def _kind(run: list[Section], i: int) -> str | None:
-    """What the i-th foreign value is to a run: "shared", "carried", or None if neither."""
+    """Role of the i-th foreign value in a run: "shared", "carried", or None if neither."""
     values = [_foreign(s)[i] for s in run]
     if len(set(values)) == 1:
         return "shared"
@@ -97,7 +98,7 @@ def _is_foreign(ref: Ref, layer: int | None) -> bool:
 
 
 def _skeleton(section: Section) -> tuple[Line, ...]:
-    """A section's lines without what tells its layer from others."""
+    """Lines of a section without anything that tells its layer from others."""
     numbers = {ref: i for i, ref in enumerate(_foreign(section))}
 
     def anonymous(ref: Ref) -> Any:

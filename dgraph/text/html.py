@@ -1,7 +1,7 @@
 """A dump or a diff as one self-contained page: collapsible layers, a colour per row set.
 
-A box is as wide as the page. Of a line that is wider its call wraps, so that type and pass are never cut off; on a
-narrow page these stand below their call. Colours follow the reader's light or dark scheme.
+A box is as wide as the page. The call of a wider line wraps, so that type and pass are never cut off; on a narrow
+page these stand below their call. Colours follow the reader's light or dark scheme.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Line:
     """One call.
 
     Attributes:
-        results: a name per result, None for one that nobody reads; empty for a call that only writes.
+        results: a name per result, None for one that no call reads; empty for a call that only writes.
         op: its name.
         args, kwargs: literals, `Ref`s and tuples of them.
         types: a type per result.

@@ -1,4 +1,4 @@
-"""How a listing's names, arguments and types are written."""
+"""Notation of the names, arguments and types of a listing."""
 
 from __future__ import annotations
 

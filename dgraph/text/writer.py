@@ -18,11 +18,11 @@ from dgraph.text.listing import Line, Listing, listing
 from dgraph.text.notation import fold_names, input_type, layers_text, line_text, plain, ranges_text, show, type_text
 
 CALL_WIDTH = 92
-"""Where the column of types stands at the latest; a longer call pushes its own type to the right."""
+"""Greatest width of the column of calls; a longer call pushes its own type to the right."""
 WIDTH = 116
-"""Where the lists of the header are wrapped."""
+"""Width at which the lists of the header are wrapped."""
 TYPE_WIDTH = 24
-"""Where the column of passes stands at the latest, after that of the types."""
+"""Greatest width of the column of types; a longer type pushes its own pass to the right."""
 
 CUT = "-- stage cut: "
 
@@ -70,7 +70,7 @@ def dump(graph: Graph, full: bool = False, layer: int | None = None) -> str:
 
 
 def to_json(graph: Graph, full: bool = False, layer: int | None = None) -> dict[str, Any]:
-    """What `dump` says as plain values; arguments are names (strings), numbers, None, or lists of them.
+    """A graph as plain values, as `dump` prints it; arguments are names (strings), numbers, None, or lists of them.
 
     Raises:
         InputError: no such layer.
@@ -93,7 +93,7 @@ def to_json(graph: Graph, full: bool = False, layer: int | None = None) -> dict[
 
 @dataclass(frozen=True)
 class Block:
-    """What is written under one heading.
+    """Calls under one heading of a dump.
 
     Attributes:
         heading: the place and what is carried there.
@@ -196,7 +196,7 @@ class Row(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is the line of a stage cut."""
+        """True for the line of a stage cut."""
         return self.call.startswith(CUT)
 
 
@@ -237,7 +237,7 @@ def _title(graph: Graph) -> str:
 
 
 def _modes(spec: ModelSpec) -> str:
-    """What is said of the modes of a model that has two."""
+    """Text about the modes of a model that has two, else empty."""
     seen = "what comes before it" if spec.encoding == "causal" else "its block"
     return f", denoised, then encoded (a row sees {seen}) with the next token" if spec.next_token else ""
 
@@ -282,7 +282,7 @@ def _inputs(found: Listing) -> list[str]:
 
 
 def _sharding(graph: Graph) -> dict[str, Any]:
-    """Over whom a graph is divided, and what each weight's part is; nothing for a whole one."""
+    """Ranks that a graph is divided over, and each weight's part; empty for a whole graph."""
     if graph.sharding is None:
         return {}
     parts = {name: {"type": graph.type_text(node), "kind": graph.divided[name].kind} for name, node in divided(graph)}
@@ -294,5 +294,5 @@ def _elements(graph: Graph) -> int:
 
 
 def return_line(found: Listing) -> str:
-    """What the graph returns."""
+    """The last line of a dump: the outputs of the graph."""
     return f"return {', '.join(f'{name}={show(ref)}' for name, ref in found.outputs.items()) or 'nothing'}"
