@@ -36,12 +36,12 @@ def read_adapter(folder: Path, weights: Mapping[str, tuple[str, Tensor]]) -> Ada
 
     Args:
         folder: of the adapter.
-        weights: those that it may be for, by the names that the model's own code has for them: their names in a graph,
-            and tensors [outputs, inputs] of their shape, dtype and device.
+        weights: weights that it may be for, by the names that the model's own code has for them. Each has its name in a
+            graph, and a tensor [outputs, inputs] of its shape, dtype and device.
 
     Raises:
-        CheckpointError: no such folder, a damaged file, a kind of adapter that is more than a product, or tensors that
-            do not fit the model or the config; the message names the key or the tensor.
+        CheckpointError: no such folder, a damaged file, or a kind of adapter that is more than a product; also tensors
+            that do not fit the model or the config. The message names the key or the tensor.
     """
     if not (folder / CONFIG).is_file():
         raise CheckpointError(

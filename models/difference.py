@@ -1,9 +1,9 @@
 """Weights as a difference from an autoregressive model: what a converted model needs beside its base.
 
-A folder with `difference.safetensors` has its config.json, and of its weights what differs: vectors whole, rows of a
-matrix in which only a few changed, and else the strongest parts of its singular value decomposition. What is not named
-is the base's, and so is the tokenizer of a folder without one. The base is named in the file's header, with a digest
-that tells another one.
+A folder with `difference.safetensors` has its config.json, and the part of its weights that differs. Vectors are stored
+whole. A matrix in which only a few rows changed is stored as these rows. Any other matrix is stored as the strongest
+parts of the singular value decomposition of its difference. Weights that are not named are the base's, and so is the
+tokenizer of a folder without one. The base is named in the file's header, with a digest that tells another one.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dgraph.families import DIFFERENCE
 FEW_ROWS = 16
 """Most changed rows of a matrix that are stored as they are."""
 DIGEST_STEP = 4099
-"""The digest of a base reads one number in so many: a prime, so that no layout hides another base."""
+"""Step between the numbers that the digest of a base reads: a prime, so that no layout hides another base."""
 BITS = {8: torch.int8, 16: torch.float16}
-"""How the numbers of a factor can be stored."""
+"""Bits and dtype in which the numbers of a factor can be stored."""
 HEADER, ENTRY = 1024, 96
-"""Bytes of a file beside its tensors, at most: what is said of all, and of each besides its name."""
+"""Bytes of a file beside its tensors, at most: for the whole file, and for each tensor besides its name."""
 
 Parts = dict[str, Tensor]
-"""What a file holds: NAME/whole; NAME/at and NAME/rows; NAME/left [out, r] and NAME/right [r, in], and their scales."""
+"""Tensors of a file: NAME/whole; NAME/at and NAME/rows; NAME/left [out, r] and NAME/right [r, in], and their scales."""
 
 
 def compress(
     base: Mapping[str, Tensor], made: Mapping[str, Tensor], limit: int, bits: int = 8, device: str = "cpu"
 ) -> Parts:
-    """What `made` has other than `base`, by name, in a file of at most `limit` bytes.
+    """Difference of `made` from `base`, by name, in a file of at most `limit` bytes.
 
     A number of the base that was only rounded to the dtype of `made` has not changed. Components of all matrices are
-    chosen together, by what they hold of the squared difference per byte.
+    chosen together, by their share of the squared difference per byte.
 
     Args:
         base: f32.
@@ -80,7 +80,7 @@ def compress(
 
 
 def _components(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Its singular value decomposition on the CPU: u [out, k], values f32 [k], v [k, in].
+    """Singular value decomposition of a matrix, on the CPU: u [out, k], values f32 [k], v [k, in].
 
     By the eigenvectors of the smaller Gram matrix in f64, which a GPU finds, too: on 16 cores that another process kept
     busy, the decompositions of 210 matrices of at most 1536 x 576 took longer than five minutes.
@@ -95,7 +95,7 @@ def _components(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _counts(found: Mapping[str, tuple[Tensor, Tensor, Tensor]], limit: int, bits: int) -> dict[str, int]:
-    """How many components of each matrix to keep."""
+    """Number of components to keep, by matrix."""
     worth = []
     for name, (u, s, v) in found.items():
         size = (u.shape[0] + v.shape[1]) * bits // 8 + (8 if bits == 8 else 0)
@@ -112,7 +112,7 @@ def _counts(found: Mapping[str, tuple[Tensor, Tensor, Tensor]], limit: int, bits
 
 
 def _factor_parts(name: str, bits: int) -> list[str]:
-    """What a file has of a matrix that is stored as two factors."""
+    """Names in a file for a matrix that is stored as two factors."""
     factors = [f"{name}/left", f"{name}/right"]
     return [*factors, *(f"{factor}_scale" for factor in factors)] if bits == 8 else factors
 
@@ -155,7 +155,7 @@ def _factors(name: str, parts: Parts) -> tuple[Tensor, Tensor]:
 
 
 def digest_of(base: Mapping[str, Tensor]) -> str:
-    """What tells a base from others: a hash of names, shapes and a sample of the numbers."""
+    """Digest that tells a base from others: a hash of names, shapes and a sample of the numbers."""
     digest = hashlib.sha256()
     for name in sorted(base):
         sample = base[name].detach().float().flatten()[::DIGEST_STEP].cpu().numpy()
@@ -207,7 +207,7 @@ def read_factors(folder: Path, loaded: Causal) -> tuple[dict[str, Tensor], dict[
 
 
 def read_parts(folder: Path, base: Mapping[str, Tensor]) -> Parts:
-    """What the file of a folder holds, all of which the base has, whose weights are given by name; see `read`."""
+    """Read the parts in a folder's file, each of a tensor of the base, which is given by name; see `read`."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -228,7 +228,7 @@ def read_parts(folder: Path, base: Mapping[str, Tensor]) -> Parts:
 
 
 def base_of(folder: Path) -> Causal | None:
-    """The model that a folder is a difference from, in fp32; None if it is none.
+    """The model that a folder is a difference from, in fp32; None if it is not a difference.
 
     Raises:
         InputError: what the base needs is not installed.

@@ -1,12 +1,12 @@
 """DiffusionGemma: block diffusion without a mask token (google/diffusiongemma-26B-A4B-it), its text path.
 
 Its own readable module: the class of transformers is two stacks, an encoder and a decoder, that share all weights but
-one scalar per layer, and its cache and masks are no straight line. Here one stack runs in both modes, by row. A row
+one scalar per layer. Its cache and masks are no straight line. Here one stack runs in both modes, by row. A row
 that is encoded (a prompt's, a finished canvas's) sees itself and what comes before it. A row that is denoised sees its
 whole canvas and what comes before that; it also reads what the step before predicted of it, as the mean embedding of
 that prediction (`soft`). The canvas holds tokens from the first step on: random ones.
 
-Five of six layers see only the last `sliding_window` - 1 keys before a row, or before its canvas, and have heads and
+Five of six layers see only the last `sliding_window` - 1 keys before a row, or before its canvas. They have heads and
 rotation of their own. The other layers have no value projection: values are the keys before norm and rotation. Every
 layer adds a dense unit and a mixture of experts, both from the same residual stream. Sizes and names are those of
 config.json; the formulas were checked against the class of transformers (tests/models/test_diffusion_gemma.py). The
@@ -53,8 +53,10 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What the layers of a kind have of their own. window: positions that a row sees of the past, itself among them;
-    0 for all. theta, angles: base and number of the frequencies of the rotation; the others of head_dim / 2 are 0.
+    """Facts of the layers of one kind.
+
+    window: positions that a row sees of the past, itself among them; 0 for all. theta, angles: base and number of the
+    frequencies of the rotation; the others of head_dim / 2 are 0.
     """
 
     kv_heads: int
@@ -66,7 +68,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Config:
-    """What of a config.json shapes the forward."""
+    """Keys of a config.json that shape the forward."""
 
     vocab_size: int
     hidden_size: int
@@ -131,11 +133,11 @@ class Config:
         )
 
     def kind(self, layer: int) -> Kind:
-        """Of a layer."""
+        """Kind of a layer."""
         return self.kinds[self.layer_types[layer]]
 
 
-# What this module does, where a config could ask for something else.
+# Values that this module implements, where a config could ask for something else.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_activation": ("gelu_pytorch_tanh", None),
     "attention_bias": (False, None),
@@ -146,7 +148,7 @@ _ROTATIONS = {SLIDING: "default", FULL: "proportional"}
 
 
 def _kind(text: Any, name: str) -> Kind:
-    """What a config says of the layers of a kind."""
+    """Read the facts of the layers of one kind from a config."""
     if name not in _ROTATIONS:
         raise CheckpointError(f"layer_types has {name!r}, expected {' or '.join(map(repr, _ROTATIONS))}.")
     rope, own = text.rope_parameters[name], text.per_layer_config[text.layer_types.index(name)]
@@ -264,7 +266,7 @@ class Layer(nn.Module):
 
 
 class SelfConditioning(MLP):
-    """What a step predicted, as the next one reads it beside the canvas."""
+    """Self-conditioning: a step's prediction, as the next step reads it beside the canvas."""
 
     def __init__(self, config: Config):
         super().__init__(config.hidden_size, config.intermediate_size)
@@ -300,7 +302,7 @@ class Decoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """What a layer has of its own where rows are encoded."""
+    """Scalar that a layer has of its own for encoded rows."""
 
     layer_scalar: Tensor
 
@@ -313,7 +315,7 @@ class DiffusionGemma(nn.Module):
     """The text model; parameters are named as in its checkpoints.
 
     Attributes:
-        inputs: what `forward` takes after tokens and positions: encoded, which rows are encoded, and soft, the mean
+        inputs: inputs of `forward` after tokens and positions. encoded: which rows are encoded. soft: the mean
             embedding that the step before predicted for a row; zeros before the first step.
     """
 
@@ -338,7 +340,7 @@ class DiffusionGemma(nn.Module):
 
     @property
     def identity(self) -> str:
-        """What the forward depends on besides tensors: the config and the layers (`dgraph.frontend.frozen`)."""
+        """All that the forward depends on besides tensors: the config and the layers (`dgraph.frontend.frozen`)."""
         return identity_of(repr(self.config))
 
     def tie_weights(self) -> None:
@@ -381,10 +383,11 @@ SHARDED = {
     f"*self_conditioning.{name}_proj.weight": kind
     for name, kind in (("gate", "column"), ("up", "column"), ("down", "row"))
 }
-"""What ranks have of the unit that no layer has."""
+"""Division among ranks of self-conditioning, the unit that is in no layer."""
 ADDED = ("post_attention_layernorm", "post_feedforward_layernorm", "self_conditioning.down_proj")
-"""Weights that say how much is added to what tokens are embedded as: of a tiny model less, so that steps that read what
-the ones before predicted do not make more and more of how these were rounded.
+"""Weights that scale what is added to the embeddings of tokens.
+
+A tiny model has smaller ones. Its steps read earlier predictions, and would make more and more of their rounding.
 """
 
 

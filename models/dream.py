@@ -1,7 +1,7 @@
 """Dream: masked diffusion over Qwen2 (Dream-org/Dream-v0-{Base,Instruct}-7B), started from Qwen2.5.
 
-The parameters carry Qwen2's names and shapes (biases on q, k and v, none on o). Every row sees every row, and the
-logits of a row predict the position after it, as in the causal model that Dream was started from.
+The parameters carry Qwen2's names and shapes (biases on q, k and v, none on o). Every row sees every row. The logits
+of a row predict the position after it, as in the causal model that Dream was started from.
 """
 
 from __future__ import annotations

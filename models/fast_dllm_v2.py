@@ -1,8 +1,8 @@
 """Fast-dLLM v2: block diffusion over Qwen2.5 (Efficient-Large-Model/Fast_dLLM_v2_{1.5B,7B}, arXiv 2509.26328).
 
-The parameters carry Qwen2's names and shapes. Attention is block-causal in blocks of `bd_size`, and the logits of a row
+The parameters carry Qwen2's names and shapes. Attention is block-causal in blocks of `bd_size`. The logits of a row
 predict the position after it, as in the causal model that this one was started from. So the first token of a block has
-no row in its own block: the last row of the block before it predicts it, in the forward that writes that block's final
+no row in its own block. The last row of the block before it predicts it, in the forward that writes that block's final
 keys. The others are decoded in sub-blocks of 8 (the policy "fast_dllm_v2").
 
 The published code starts a prompt of exactly one block without that block's keys, as if it were not there. Here it is

@@ -31,7 +31,7 @@ EMBEDDING = "Embedding"
 """The class of modules that look up vectors of ids; other classes that a layout names have linear layers."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which of the eight 4-bit numbers of a word, from the lowest bits on, each of eight neighbouring outputs is."""
+"""Place of each of eight neighbouring outputs among the 4-bit numbers of a word, from the lowest bits on."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Module:
-    """What a checkpoint stores of one quantised layer.
+    """Tensors that a checkpoint stores for one quantised layer.
 
     Attributes:
         name: its path.
         method: by which it was quantised.
         tensors: by the last part of their names.
-        embeds: whether it looks up vectors of ids, and is no linear layer.
+        embeds: True if it looks up vectors of ids, and is no linear layer.
     """
 
     name: str
@@ -141,7 +141,7 @@ _NUMBERS = (*_FLOATS, torch.int8, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a method stores quantised layers.
+    """Form in which a method stores quantised layers.
 
     Attributes:
         leaves: the last parts of the names of a layer's tensors, but for its bias.
@@ -153,7 +153,7 @@ class Layout:
 
 
 def weight(kind: str, shape: tuple[int, int], block: tuple[int, int], *parts: Stored | None) -> Quantised:
-    """A weight of its parts. One of a single scale has it for each row: rows can be divided then."""
+    """Make a weight of its parts. A single scale is repeated for each row: rows can be divided then."""
     found = tuple(part for part in parts if part is not None)
     stored = Quantised(shape, Format(kind, block, zeros=len(found) == 3), found)
     return stored.by_rows() if block[0] == WHOLE else stored
@@ -203,7 +203,7 @@ def compressed_tensors(settings: Mapping[str, Any]) -> Layout:
 
 
 def _scheme(groups: Mapping[str, Mapping[str, Any]], module: Module) -> Mapping[str, Any]:
-    """How the weights of a module are quantised: what names it goes before a pattern, and that before a class."""
+    """Quantisation scheme of a module: a target with its name goes before a pattern, and that before a class."""
     ranked: list[tuple[int, Mapping[str, Any]]] = []
     for group in groups.values():
         for target in group.get("targets") or ():
@@ -330,8 +330,8 @@ def awq(settings: Mapping[str, Any]) -> Layout:
 def gptq(settings: Mapping[str, Any]) -> Layout:
     """4 or 8 bits in groups of inputs (Frantar et al., 2022, arXiv 2210.17323; AutoGPTQ, GPTQModel).
 
-    Of format "gptq" the zeros are stored less one, of "gptq_v2" as they are. Where `sym` says that all are the middle,
-    either is found: writers of "gptq" differ. What `dynamic` says of some layers goes before what is said of all.
+    Format "gptq" stores zeros less one, "gptq_v2" as they are. Where `sym` says that all are the middle, either is
+    found: writers of "gptq" differ. Entries of `dynamic` for some layers go before the settings for all layers.
     """
     _gptq_scheme(settings)  # so that what is wrong for all layers is not said of the first
 
@@ -373,8 +373,9 @@ def _gptq_scheme(settings: Mapping[str, Any]) -> tuple[int, int, tuple[int, int]
 
 
 def _own_settings(dynamic: Mapping[str, Mapping[str, Any]], name: str) -> Mapping[str, Any]:
-    """What `dynamic` says of a layer by the first pattern that the beginning of its name matches: "+:pattern" or only
-    the pattern has settings, "-:pattern" leaves layers as they are.
+    """Settings of a layer in `dynamic`, by the first pattern that the beginning of its name matches.
+
+    "+:pattern" or only the pattern has settings, "-:pattern" leaves layers as they are.
     """
     for pattern, own in dynamic.items():
         if re.match(re.sub("^[+-]:", "", pattern), name):
@@ -383,7 +384,7 @@ def _own_settings(dynamic: Mapping[str, Mapping[str, Any]], name: str) -> Mappin
 
 
 def _all(words: Tensor, number: int, bits: int) -> bool:
-    """Whether every number in some words is this one."""
+    """True if every number in some words is this one."""
     return bool((words.contiguous().view(torch.uint8) == (number * 17 if bits == 4 else number)).all())
 
 

@@ -1,7 +1,7 @@
 """LLaDA: masked diffusion over Llama (GSAI-ML/LLaDA-8B-{Base,Instruct}, LLaDA-1.5).
 
-LLaDA is a Llama with full attention heads, no bias and an output head of its own, under the config keys and parameter
-names of OLMo. Every row sees every row.
+LLaDA is a Llama with full attention heads, no bias and an output head of its own. Its config keys and parameter names
+are those of OLMo. Every row sees every row.
 """
 
 from __future__ import annotations

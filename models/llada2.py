@@ -1,10 +1,10 @@
 """LLaDA2.0, 2.1 and 2.2: block diffusion with a mixture of experts (inclusionAI/LLaDA2.{0,1,2}-{mini,flash}).
 
-Its own readable module, since transformers has none. The first layers are dense; in the others a row goes to the best
-8 of 256 experts, within the best 4 of 8 groups, and to one expert for all rows ("LLaDA2.0: Scaling Up Diffusion
+Its own readable module, since transformers has none. The first layers are dense. In the others a row goes to the best
+8 of 256 experts, within the best 4 of 8 groups. One more expert takes all rows ("LLaDA2.0: Scaling Up Diffusion
 Language Models to 100B", section 2). Only the first half of each head's dimensions is rotated. Where the config has an
-`expert_capacity` (2.2), the rows of a block of `block_size` positions share so many experts instead of groups, and each
-goes to the best 8 of these: the block is the rows of it that a forward has.
+`expert_capacity` (2.2), the rows of a block of `block_size` positions share that number of experts instead of groups.
+Each row goes to the best 8 of these. The block is the rows of it that a forward has.
 """
 
 from __future__ import annotations
@@ -116,12 +116,12 @@ class Config:
 
     @property
     def rotary_dim(self) -> int:
-        """How many of a head's dimensions are rotated."""
+        """Number of a head's dimensions that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def routing(self) -> Routing:
-        """How rows are routed to experts."""
+        """Routing of rows to experts."""
         return Routing(
             experts=self.num_experts,
             topk=self.num_experts_per_tok,
@@ -138,7 +138,7 @@ class Config:
 
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 _MAY_BE_0 = ("num_shared_experts", "first_k_dense_replace", "expert_capacity", "block_size")
-# What this module does, where a config could ask for something else.
+# Values that this module implements, where a config could ask for something else.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", None),
     "score_function": ("sigmoid", None),
@@ -269,7 +269,7 @@ class LLaDA2(nn.Module):
 
     @property
     def identity(self) -> str:
-        """What the forward depends on besides tensors: the config and the layers (`dgraph.frontend.frozen`)."""
+        """All that the forward depends on besides tensors: the config and the layers (`dgraph.frontend.frozen`)."""
         return identity_of(repr(self.config))
 
     def tie_weights(self) -> None:

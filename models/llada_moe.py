@@ -1,7 +1,7 @@
 """LLaDA-MoE: masked diffusion with a mixture of experts (inclusionAI/LLaDA-MoE-7B-A1B-{Base,Instruct}).
 
-Its code follows OLMoE, but for norms of each head's queries and keys: what it computes, and how its parameters are
-named, is a Qwen3-MoE whose weights of experts are the softmax itself, never divided by the sum of the chosen ones
+Its code follows OLMoE, but for norms of each head's queries and keys. Its computation and its parameter names are those
+of a Qwen3-MoE whose weights of experts are the softmax itself. These are never divided by the sum of the chosen ones
 (whatever `norm_topk_prob` says). Layers are dense where `moe_layer_freq` is 0. Every row sees every row.
 """
 

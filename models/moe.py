@@ -2,7 +2,7 @@
 
 The layer holds its experts stacked, [experts, ...], so that `dgraph::experts` can multiply all of them in one call. A
 checkpoint's tensors are read one by one to their places in the stacks. A model object's experts are stacked layer by
-layer, and its own parameters become views of the stacks: no weight is in memory twice but, for a moment, one layer's.
+layer, and its own parameters become views of the stacks. No weight is in memory twice but, for a moment, one layer's.
 The norm is that of families with a module of their own.
 """
 
@@ -31,15 +31,15 @@ from dgraph.models.tiny import build_tiny
 
 @dataclass(frozen=True)
 class Routing:
-    """How rows are routed; see `dgraph::route`.
+    """Routing of rows to experts; see `dgraph::route`.
 
     Attributes:
-        experts, topk: how many there are, and how many a row goes to.
+        experts, topk: number of experts, and number of them that a row goes to.
         score: "sigmoid" or "softmax".
-        groups, top_groups: of experts, and how many of them a row may choose from.
-        renormalise, scale: whether the weights are divided by their sum, and what they are multiplied by then.
-        biased: whether a bias takes part in the choice.
-        wide: whether the router's product is in fp32, and not in the dtype of the model.
+        groups, top_groups: number of groups of experts, and number of them that a row may choose from.
+        renormalise, scale: True divides the weights by their sum; then they are multiplied by the scale.
+        biased: True if a bias takes part in the choice.
+        wide: True if the router's product is in fp32, and not in the dtype of the model.
         capacity: experts that the rows of a block share, of which each row chooses; 0 for any. See
             `dgraph::block_experts`.
     """
@@ -57,7 +57,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Rows to experts and weights."""
+    """The router: rows to experts and weights."""
 
     expert_bias: Tensor | None
 
@@ -79,7 +79,7 @@ class Router(nn.Module):
 
 
 def identity_of(forward: str) -> str:
-    """What a forward with this file's layers depends on besides tensors (`dgraph.frontend.frozen`), beside the rest."""
+    """Identity of a forward with this file's layers: its own, and a hash of sources (`dgraph.frontend.frozen`)."""
     sources = b"".join(Path(file).read_bytes() for file in (__file__, inspect.getfile(native_spec)))
     return f"{forward} {hashlib.sha256(sources).hexdigest()}"
 

@@ -36,7 +36,7 @@ class Forward(nn.Module):
 
     @property
     def identity(self) -> str:
-        """What the forward depends on besides tensors: the class and its config (`dgraph.frontend.frozen`)."""
+        """All that the forward depends on besides tensors: the class and its config (`dgraph.frontend.frozen`)."""
         described: Any = self.model.config
         config = described.to_dict()
         config.pop("_name_or_path", None)

@@ -41,7 +41,7 @@ TINY_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""Of a tiny model: prompts reach over its original window, so that the scale of queries shows."""
+"""Rotation of a tiny model: prompts reach over its original window, so that the scale of queries shows."""
 
 
 def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:

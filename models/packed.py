@@ -2,7 +2,8 @@
 
 The exponents of a trained tensor, 8 bits each, have an entropy of fewer than 3, and a Huffman code takes little more.
 In signs and mantissas there is nothing to save: they stay bytes (as in DFloat11, arXiv 2504.11651). In a shard a tensor
-NAME is then NAME/exponents, u8 of a zlib stream, and NAME/rest, u8 of its shape: the sign above 7 bits of mantissa.
+NAME is then two tensors. NAME/exponents is u8 of a zlib stream. NAME/rest is u8 of the tensor's shape: the sign above 7
+bits of mantissa.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EXPONENTS, REST = "/exponents", "/rest"
 
 
 def pack(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What is stored of a tensor on the CPU: its two parts, or itself if it is not bf16 or they are not smaller."""
+    """Tensors that store a tensor on the CPU: its two parts, or itself if it is not bf16 or they are not smaller."""
     if tensor.dtype != torch.bfloat16:
         return {name: tensor}
     bits = tensor.contiguous().view(torch.int16).numpy().view(np.uint16)

@@ -1,8 +1,8 @@
-"""Checkpoints that come quantised: which layout one is in, and what in the place of its tensors is read from it.
+"""Quantised checkpoints: find the layout of one, and read quantised weights in the place of its tensors.
 
-Nothing is dequantised. What a layout stores in our order of bytes stays where it lies; what it stores in another one
-(AWQ and GPTQ, whose kernels read columns) is brought into ours a weight at a time, when that is read. Scales of
-activations are not read: activations are measured as they come.
+Nothing is dequantised. A weight in our order of bytes stays where it lies. A weight in another order (AWQ and GPTQ,
+whose kernels read columns) is brought into ours when it is read, one at a time. Scales of activations are not read:
+activations are measured as they come.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
     "gptq": layouts.gptq,
     "torchao": layouts.torchao,
 }
-"""What `quant_method` in config.json may name."""
+"""Layouts, by the `quant_method` that config.json names."""
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config.json says of how its weights are quantised; None if they are not."""
+    """Quantisation settings of a config.json; None if its weights are not quantised."""
     return config.get("quantization_config") or config.get("compression_config")
 
 
@@ -114,7 +114,7 @@ def without_zero_biases(
 
 
 def stack_parts(name: str, blocks: Sequence[Tensor | Quantised]) -> list[Quantised] | None:
-    """What a tensor of a model is read from, if that is stored quantised; None if it is not.
+    """Quantised weights that a tensor of a model is read from; None if it is not stored quantised.
 
     Blocks of a stack get scales by rows, unless their rows are whole blocks of scales, and zeros if some have them.
 

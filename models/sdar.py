@@ -22,8 +22,10 @@ FACTS: dict[str, Any] = {
 
 
 def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The config with the block length that the checkpoint's name says, anywhere in its path (a hub's cache has it
-    above the folder) or in the path that an object was loaded from.
+    """The config with the block length that the checkpoint's name says.
+
+    The name may stand anywhere in the checkpoint's path: a hub's cache has it above the folder. The path that an object
+    was loaded from serves, too.
     """
     if config.get("block_size") is None and config.get("block_length") is None:
         places = re.split(r"[/\\]", f"{config.get('_name_or_path') or ''}/{folder}")

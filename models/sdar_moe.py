@@ -1,8 +1,8 @@
 """SDAR with a mixture of experts: block diffusion over Qwen3-MoE (JetLM/SDAR-30B-A3B-Chat-b{16,32,64}).
 
 Attention, norms and the rest are transformers' Qwen3-MoE. Its feed-forward loops over the experts that were hit and
-divides in place, neither of which is a straight line, so it is replaced by the layer that `dgraph.models.moe` has,
-under the same parameter names. A native Qwen3-MoE object is adopted the same way.
+divides in place, neither of which is a straight line. So the layer of `dgraph.models.moe` replaces it, under the same
+parameter names. A native Qwen3-MoE object is adopted the same way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MoEForward(Forward):
 
     @property
     def identity(self) -> str:
-        """What the forward depends on besides tensors."""
+        """All that the forward depends on besides tensors (`dgraph.frontend.frozen`)."""
         return identity_of(super().identity)
 
 

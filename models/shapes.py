@@ -242,7 +242,7 @@ def random_model(
 
 
 class Drawn(WeightSource):
-    """Random weights, each drawn by itself: parts are those of one whole model, whoever makes them.
+    """Random weights, each drawn by itself: parts are those of one whole model, on any rank.
 
     Args:
         model: whose weights.

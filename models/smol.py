@@ -73,7 +73,7 @@ def missing() -> list[str]:
 
 
 def gguf_file() -> Path:
-    """Where the weights lie.
+    """Path of the file of weights.
 
     Raises:
         InputError: the extra is not installed.
@@ -90,7 +90,7 @@ def gguf_file() -> Path:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What a GGUF file says, and its tensors in float32, by its own names."""
+    """Fields of a GGUF file, and its tensors in float32, by its own names."""
     import gguf
 
     reader = gguf.GGUFReader(path)

@@ -1,7 +1,7 @@
 """Seeded generators of the exactly checkable tasks a tiny model is trained on.
 
 The forms are fixed (see the examples in each generator); names, things, words and numbers are drawn at random.
-A prompt belongs to the held-out set if and only if the hash of its text says so, hence training and held-out
+A prompt belongs to the held-out set if and only if the hash of its text says so. Hence training and held-out
 prompts are disjoint by construction, whatever seeds draw them.
 """
 
@@ -33,7 +33,7 @@ class Example:
 
 
 def is_held_out(prompt: str) -> bool:
-    """Whether this prompt belongs to the held-out set; a function of its text alone."""
+    """True if this prompt belongs to the held-out set; a function of its text alone."""
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
@@ -79,7 +79,7 @@ def math(rng: random.Random, fewest: int = 2, most: int = 5, largest: int = 20) 
 def needle(rng: random.Random, fewest: int = 2, most: int = 16, depth: tuple[float, float] = (0, 1)) -> Example:
     """Retrieval of one value among `fewest` to `most` pairs; the one asked for lies within `depth` of their order.
 
-    river is 123. stone is 456. What is stone? -> The value of stone is 456. #### 456
+    `river is 123. stone is 456. What is stone?` -> `The value of stone is 456. #### 456`
     """
     keys = rng.sample(WORDS, rng.randint(fewest, most))
     values = [rng.randint(100, 999) for _ in keys]

@@ -51,9 +51,9 @@ def draw_weights(model: nn.Module, seed: int) -> None:
     """Weights for a decode that is not trivial.
 
     A block starts as equal mask embeddings: only a sharp, position-dependent attention and a small mask embedding tell
-    its rows apart. The head is scaled so that the highest probabilities spread from about 0.3 to 0.99: a threshold of
-    0.5 to 0.9 commits one row in some steps and many in others. The head's row of the mask is zero: with logits of this
-    spread the mask is never what is predicted.
+    its rows apart. The head is scaled so that the highest probabilities spread from about 0.3 to 0.99. A threshold of
+    0.5 to 0.9 then commits one row in some steps and many in others. The head's row of the mask is zero: with logits of
+    this spread the mask is never predicted.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -157,8 +157,9 @@ class FileTokenizer:
         return found
 
     def bytes_of(self, token: int) -> bytes | None:
-        """What an id is of a text in UTF-8, which may be a part of a character; b"" of a special token, None where
-        neither its text nor its name in the vocabulary says.
+        """Bytes of an id in a text in UTF-8, which may be a part of a character.
+
+        b"" for a special token; None where neither the id's text nor its name in the vocabulary says.
         """
         text = self.decode([token])
         if _BROKEN not in text:
@@ -289,8 +290,9 @@ _BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 def _byte_letters() -> dict[str, int]:
-    """The bytes that letters stand for in byte-level vocabularies, as GPT-2 has them: printable ones stand for
-    themselves, and the others, in order, have the letters from 256 on.
+    """The bytes that letters stand for in byte-level vocabularies, as GPT-2 has them.
+
+    Printable bytes stand for themselves; the others, in order, have the letters from 256 on.
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(plain))
