@@ -1,4 +1,4 @@
-"""Which objective makes a diffusion model of a causal one best: the table of them, at a size that a laptop trains.
+"""Ablation of the objectives that make a diffusion model of a causal one, at a size that a laptop trains.
 
     python -m models.training.ablate --out TABLE                               a few minutes on a CPU
     python -m models.training.ablate --base base --mask-token "<reponame>" --data gsm8k.jsonl --steps 2000 --rows 48 \
@@ -55,7 +55,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "bidirectional, shift": {"form": "bidirectional", "shift": 1},
     "bidirectional, prompts learnt": {"form": "bidirectional", "learn_prompts": True},
 }
-"""What differs from the settings that all share, by the name of a line of the table."""
+"""Settings that differ from those that all arms share, by the name of a line of the table."""
 EASY = ("follow", "sort")
 """The tasks of the small base, which few steps suffice for."""
 NEW_TOKENS = 64
@@ -63,7 +63,7 @@ NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Small:
-    """How the small base is made: a random Llama, and causal training on the tasks."""
+    """Settings of the small base: a random Llama, and causal training on the tasks."""
 
     hidden: int = 64
     layers: int = 2
@@ -76,7 +76,7 @@ class Small:
 
 
 def small_base(folder: Path, small: Small, seed: int = 0) -> None:
-    """Train it and write it, with OUT/tasks.jsonl beside it; nothing where it is already."""
+    """Train the small base and write it, with OUT/tasks.jsonl beside it; do nothing where it is already."""
     import transformers
 
     data = folder.parent / "tasks.jsonl"

@@ -3,8 +3,8 @@
 A small model that has learnt from solutions alone knows what to calculate more often than what comes of it, and one
 that has learnt calculations alone does them better than those in a solution: so these are three kinds of documents.
 Some calculations, each with its result; steps in words from a first number on; and sentences of solutions, whose
-results are to be filled in. Where solutions keep their notes, most calculations are written as notes are, so that what
-is learnt of the ones is of use in the others.
+results are to be filled in. Where solutions keep their notes, most calculations are written as notes are: learning
+calculations then helps with solutions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SENTENCES = (2, 5)
 AS_NOTES = 0.7
 """Chance that a calculation is written as notes are, where solutions keep theirs."""
 SHARES = {"listed": 0.35, "in words": 0.15, "sentences": 0.5}
-"""Of the kinds of documents."""
+"""Shares of the kinds of documents."""
 BLANK = "__"
 LARGEST = 100_000
 """No result is larger."""
 TIMES, OVER = ("*", "*", "x", "x", "×"), ("/", "/", "/", "÷")
-"""How products and quotients are written."""
+"""Signs of products and of quotients."""
 ASKED = ("Calculate:", "Work out each of these:", "What is the result of each?", "Do these calculations one by one:")
 BEGIN = ("Start with {}.", "Take the number {}.", "You have {}.", "There are {}.")
 DO = {
@@ -215,7 +215,7 @@ def _in_words(rng: random.Random, notes: bool) -> tuple[str, str]:
 
 
 def _step(value: Fraction, rng: random.Random) -> tuple[str, int, Fraction]:
-    """What is done to a whole number: the sign, the other number, and the whole number that comes of it."""
+    """Draw a step from a whole number: the sign, the other number, and the whole number that comes of it."""
     whole = int(value)
     divisors = [d for d in range(2, 13) if whole % d == 0 and whole > d]
     shares = [p for p in (5, 10, 15, 20, 25, 30, 40, 50, 60, 75, 80, 90) if whole * p % 100 == 0]

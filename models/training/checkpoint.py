@@ -128,7 +128,7 @@ def llada_config(config: TinyConfig) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> TinyConfig:
-    """The shape written in a folder's config.json. Raises ValueError for an architecture that is none of ours."""
+    """The shape written in a folder's config.json. Raises ValueError for an architecture of another family."""
     values = json.loads((folder / "config.json").read_text())
     architecture = values["architectures"][0]
     if architecture == "SDARForCausalLM":
@@ -164,7 +164,7 @@ def write_folder(
     dtype: torch.dtype = torch.bfloat16,
     packed: bool = False,
 ) -> None:
-    """Write a checkpoint: tensors in shards of up to so many bytes, and configs. Each file appears whole, the index
+    """Write a checkpoint: tensors in shards of up to `shard_bytes`, and configs. Each file appears whole, the index
     last.
 
     packed: as `dgraph.models.packed` does, which dgraph alone reads.

@@ -5,11 +5,11 @@
 
 OUT is a run of `models.training.convert`. The folder is one that `dgraph.load` takes wherever the base is installed;
 compression.json in it says how much of the squared difference was kept, and the held-out loss before and after. Its
-difference.safetensors takes at most so many megabytes of 10^6 bytes.
+difference.safetensors takes at most `--megabytes` of 10^6 bytes.
 
 Runs that begin with the same weights end in different ones, and the mean of these may answer better than each ("model
-soups", arXiv 2203.05482): with --mean, what is stored is the mean of folders that this command wrote, and OUT is only
-where the held-out documents come from.
+soups", arXiv 2203.05482). With --mean the mean of folders that this command wrote is stored. OUT is then only where the
+held-out documents come from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REPORT = "compression.json"
 def compress(
     out: Path, folder: Path, megabytes: float, bits: int = 8, device: str = "cpu", mean: Sequence[Path] = ()
 ) -> dict[str, Any]:
-    """Write the folder; what compression.json says.
+    """Write the folder; return the content of compression.json.
 
     mean: folders that this wrote, whose weights are averaged and stored instead of the run's.
 

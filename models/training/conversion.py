@@ -1,6 +1,6 @@
-"""A causal model becomes a diffusion model: what is learnt, how long, and what a run goes on from.
+"""Conversion of a causal model to a diffusion model: objective, length and state of a run.
 
-Every batch and every mask is a function of the seed and the step, so a run that is stopped and continued makes the
+Every batch and every mask is a function of the seed and the step. So a run that is stopped and continued makes the
 weights that it would have made at once, unless its end is one of time.
 """
 
@@ -40,12 +40,12 @@ MORE_BLOCKS = 4
 HELD_OUT_ROWS = 8
 """Rows of a held-out batch."""
 SMALLEST_BLOCK = 4
-"""Where an annealed block length begins."""
+"""First length of an annealed block."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is, from its first step to its last.
+    """Settings of a run, from its first step to its last.
 
     Attributes:
         form: "block_causal" (SDAR, arXiv 2510.06303: a block sees itself and the ones before it) or "bidirectional"
@@ -111,7 +111,7 @@ class Settings:
                 raise InputError(f"{name} must be {expected}, got {getattr(self, name)!r}.")
 
     def noise(self, mask_id: int, fraction: float = 1.0) -> Noise:
-        """How tokens are masked when so much of the run is over."""
+        """Noise when `fraction` of the run is over."""
         size, grown = self.block, self.anneal
         if grown and fraction < grown and size > SMALLEST_BLOCK:
             doublings = (size // SMALLEST_BLOCK).bit_length() - 1
@@ -203,8 +203,9 @@ def documents_of_files(base: Base, files: Sequence[Path], settings: Settings) ->
 
 
 def divide(documents: Sequence[Document], count: int, seed: int) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents: at most `count` and a tenth of the distinct ones are held out, one at least, and
-    no copy of them is trained on.
+    """Divide documents into (training, held-out) ones.
+
+    At most `count` and a tenth of the distinct ones are held out, one at least. No copy of them is trained on.
     """
     distinct = list({tuple(item.ids): item for item in documents}.values())
     count = min(count, max(1, len(distinct) // 10))
@@ -219,7 +220,7 @@ def seeded(generator: torch.Generator, what: str, seed: int, number: int) -> Non
 
 
 def learnt_from(batch: Batch, settings: Settings, noise: Noise, generator: torch.Generator) -> Inputs:
-    """What a model learns from a batch by the objective of `settings`."""
+    """Inputs and targets that a model learns from a batch by the objective of `settings`."""
     if settings.learn_prompts:
         batch = learning_prompts(batch)
     if settings.form == "bidirectional":
@@ -251,7 +252,7 @@ def write_model(base: Base, settings: Settings, folder: Path, dtype: torch.dtype
 
 
 class Conversion:
-    """A base on its way.
+    """A base in training.
 
     Args:
         base: whose model is changed in place; it must be as it was loaded.
@@ -260,8 +261,8 @@ class Conversion:
         dense, compiled: see `Trainer`.
         autocast: what products are computed in.
         times: see `Passes`.
-        ranks: who trains it together, each on a part of every batch's rows. Weights are those of one rank, but for the
-            order of sums.
+        ranks: processes that train it together, each on a part of every batch's rows. Weights are those of one rank,
+            but for the order of sums.
 
     Attributes:
         trainer: its `done` is the number of steps so far.
@@ -320,13 +321,14 @@ class Conversion:
 
     @property
     def over(self) -> bool:
-        """Whether the run has come to its end."""
+        """True if the run has come to its end."""
         return self.trainer.fraction >= 1
 
     @torch.no_grad()
     def held_out_loss(self) -> float | None:
-        """Mean cross entropy (nats) of the masked tokens of held-out responses, padding and prompts left out, at mask
-        rates that are spread evenly: the same measure whatever is trained for. None without such documents.
+        """Mean cross entropy (nats) of the masked tokens of held-out responses, padding and prompts left out.
+
+        Mask rates are spread evenly: the measure is the same whatever is trained for. None without held-out documents.
         """
         plain = replace(
             self.settings,
@@ -346,6 +348,6 @@ class Conversion:
         return total / count if count else None
 
     def _inputs(self, batch: Batch, settings: Settings, noise: Noise, number: int) -> Inputs:
-        """What is learnt from a batch, its masks drawn by the seed and the number."""
+        """Inputs and targets of a batch, its masks drawn by the seed and the number."""
         seeded(self.generator, "masks", settings.seed, number)
         return learnt_from(batch.to(self.trainer.device), settings, noise, self.generator)

@@ -3,11 +3,12 @@
     python -m models.training.convert base --dialogues 20000 --data gsm8k.jsonl --mask-token "<reponame>" --out OUT
     python -m models.training.convert ./Qwen3-1.7B --form bidirectional --mask-token "<|MASK|>" --data a.jsonl=2 --out B
 
-A run is continued by the same command: OUT holds the data it wrote itself (dialogues.jsonl), its state (state.pt), its
-course (log.csv, loss.png) and, after every session, the model as it then is (model/), which `dgraph generate OUT/model`
-takes. `--minutes` ends a session early. An interrupt loses what came after the last save. Where nothing is left of a
-run but the few megabytes that `models.training.compress` wrote, `--begin` starts a new one with what it learnt. A file
-after which "=0.5" is written comes with every other of its documents in a pass, one with "=2" twice.
+A run is continued by the same command: OUT holds the data it wrote itself (dialogues.jsonl), its state (state.pt) and
+its course (log.csv, loss.png). After every session OUT holds the model as it then is (model/), for
+`dgraph generate OUT/model`. `--minutes` ends a session early. An interrupt loses what came after the last save. Where
+nothing is left of a run but the few megabytes that `models.training.compress` wrote, `--begin` starts a new one with
+what it learnt. A file after which "=0.5" is written comes with every other of its documents in a pass, one with "=2"
+twice.
 
 On several GPUs of a host the same run goes faster, each on a part of every batch's rows, and goes on with any number:
 
@@ -48,12 +49,12 @@ LOG_EVERY = 20
 
 
 class Folder:
-    """What a run leaves behind and goes on from.
+    """Folder that a run writes and goes on from.
 
     Args:
         path: made where it is missing.
         described: all that makes the run what it is: base, settings and data.
-        writes: whether this process writes it, as one of several does: rank 0.
+        writes: True if this process writes it, as one of several does: rank 0.
 
     Raises:
         InputError: the folder holds a run of other settings or data.
@@ -138,7 +139,7 @@ def train(
     workers: int = 0,
     tell: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> None:
-    """One session: from the last save to the last step, or for so many minutes; state and model are saved at its end.
+    """Train one session: from the last save to the last step, or for `minutes`; save state and model at its end.
 
     save_every: seconds. tell: gets every line of the log, and one with an empty loss after each step between.
     """

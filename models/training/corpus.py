@@ -1,8 +1,8 @@
 """Open text: documentation and functions from installed Python packages that carry a free licence.
 
 Each passage is one function, one docstring or one paragraph group. The package's own metadata must name only
-licences of `ALLOWED`; vendored copies (which carry their own terms) and tests are left out. What went in is
-recorded per package with version, licence and bytes, for the model card.
+licences of `ALLOWED`; vendored copies (which carry their own terms) and tests are left out. Every package that gave
+text is recorded with version, licence and bytes, for the model card.
 
     python -m models.training.corpus OUT      writes OUT/corpus.jsonl.gz and OUT/sources.json
 """
@@ -73,7 +73,7 @@ class Source:
 
 
 def is_held_out(text: str) -> bool:
-    """Whether this passage belongs to the held-out set; a function of its text alone."""
+    """True if this passage belongs to the held-out set; a function of its text alone."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 

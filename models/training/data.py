@@ -1,8 +1,9 @@
 """Training batches: documents of one prompt and one response, packed into rows of fixed length.
 
-A document begins at position 0. It is padded with end-of-sequence tokens either to the end of its last block, so that
-blocks aligned to absolute positions stay aligned in the row, or to the end of a response region that a full
-bidirectional model denoises as a whole. Batch i depends on the seed and i alone, whatever number of workers makes it.
+A document begins at position 0 and is padded with end-of-sequence tokens. Padding goes to the end of its last block, so
+that blocks aligned to absolute positions stay aligned in the row. Or it goes to the end of a response region that a
+full bidirectional model denoises as a whole. Batch i depends on the seed and i alone, whatever number of workers makes
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BLOCK = 32
 """Rows in a diffusion block."""
 
 PADDING, PROMPT, RESPONSE, EOS_PADDING, TEXT_PROMPT = range(5)
-"""What a token is to the loss: nothing, a task's prompt, part of a response, padding after its end, open text."""
+"""Kinds of tokens in the loss: padding, a task's prompt, part of a response, padding after its end, open text."""
 
 KIND_NAMES = (*TASKS, "text")
 """Names of the `task` numbers in a batch."""
@@ -108,7 +109,7 @@ def tail(prompt: list[int], length: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How documents are made: at most `limit` tokens, retrieval among up to `pairs`, response regions or blocks."""
+    """Form of documents: at most `limit` tokens, retrieval among up to `pairs`, response regions or blocks."""
 
     limit: int
     pairs: int = 16
@@ -147,7 +148,7 @@ class Rows:
         self.used, self.length = np.zeros(rows, np.int64), length
 
     def place(self, size: int) -> int | None:
-        """The first row with room for so many tokens, which takes them; None without one."""
+        """Take room for `size` tokens in the first row that has it; return the row, or None without one."""
         room = self.used + size <= self.length
         if not room.any():
             return None

@@ -32,7 +32,7 @@ PROMPT_TOKENS, RESPONSE_TOKENS = 128, 512
 GIVE_UP_AFTER = 20
 """Batches in a row without a new dialogue after which there are taken to be no more."""
 PROMPT_TEMPERATURE, TEMPERATURE = 1.0, 0.7
-"""Of turns of the user, and of answers where nothing else is said."""
+"""Temperatures of turns of the user, and of answers unless another one is given."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a model wrote: ids up to its stop token, which is left out, and whether it came."""
+    """A turn that a model wrote: ids up to its stop token, which is left out, and whether it came."""
 
     ids: list[int]
     ended: bool
@@ -88,23 +88,24 @@ def write(
     openings: Sequence[str] = (),
 ) -> int:
     """Write dialogues {"prompt", "response", "ended", "batch"} until there are `total`, or `time.monotonic()` is
-    `until`; how many there are then.
+    `until`; return the number that there are then.
 
-    What is there stays, and the next batch follows the last one: a batch depends on the seed and its number alone. A
-    prompt that does not end or was there before is left out.
+    Dialogues that are there stay, and the next batch follows the last one: a batch depends on the seed and its number
+    alone. A prompt that does not end or was there before is left out.
 
     Args:
-        prompts: what is asked; None: the model asks itself.
+        prompts: questions to answer; None: the model asks itself.
         rows: dialogues of a batch.
-        ranks: who writes together, each every so many batches; rank 0 writes the file, which is that of one rank.
+        ranks: processes that write together, each every `ranks.world`-th batch. Rank 0 writes the file, which is that
+            of one rank.
         temperature: of the answers, above 0. The lower it is, the more likely and the more alike they are.
         openings: texts with which the user's turns of every other batch begin, one after the other, where the model
             asks itself. Such turns go on at the temperature of answers: what is likely is asked.
 
     Raises:
-        InputError: a temperature of 0 or less, openings beside prompts or an empty one, the base has no chat template
-            or a sliding window, the prompts do not last, or none of `GIVE_UP_AFTER` batches has a dialogue that is new
-            and ends.
+        InputError: a temperature of 0 or less; openings beside prompts, or an empty one; a base without a chat
+            template, or with a sliding window; prompts that do not last; or no dialogue that is new and ends in
+            `GIVE_UP_AFTER` batches.
     """
     if not temperature > 0:
         raise InputError(f"the temperature of answers must be above 0, got {temperature}; 0.01 is as good as none.")
@@ -186,7 +187,7 @@ def _batch(
 def _turns(
     writer: Writer, began: Sequence[list[int]], stop: int, most: int, temperature: float, generator: torch.Generator
 ) -> list[Turn]:
-    """How each row of ids goes on, for at most so many tokens."""
+    """Continue each row of ids by at most `most` tokens."""
     rows = writer.write(began, stop, most, temperature, generator)
     return [Turn(row[: row.index(stop)], True) if stop in row else Turn(row, False) for row in rows]
 

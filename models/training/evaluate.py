@@ -98,7 +98,7 @@ def needle_table(
 
 
 def stored_examples(family: str, tokenizer: Tokenizer, passages: Iterable[str]) -> list[Example]:
-    """What a checkpoint's held_out.jsonl holds: 100 prompts per task, 5 of every long cell of the table, 50 texts."""
+    """Examples of a checkpoint's held_out.jsonl: 100 prompts per task, 5 of every long cell of the table, 50 texts."""
     tasks = [example for task in TASKS for example in held_out(task, 100)]
     lengths = [length for length in NEEDLE_LENGTHS[family] if length > TASK_NEEDLE_LENGTH]
     long = [e for length in lengths for part in range(DEPTHS) for e in needle_cell(tokenizer, length, part, 5)]

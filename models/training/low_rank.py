@@ -1,7 +1,7 @@
 """Training few numbers of a large model: weights stay as they are, each with a small part beside it.
 
-The parts are parametrizations of torch, so the class and its forward stay, what is trained is exactly what `weights`
-gives, and a model whose parts are new computes what it did without them, bit for bit.
+The parts are parametrizations of torch, so the class and its forward stay. Training changes exactly the weights that
+`weights` gives. A model whose parts are new computes what it did without them, bit for bit.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ def add_low_rank(
 
 
 def of_one_class(modules: list[nn.Linear]) -> None:
-    """Give modules with a parametrized weight the class of the first. Torch makes one for each, all alike; but layers
-    whose modules are of other classes are not taken for the same code, so that each would be compiled by itself, and
-    after the eighth none is.
+    """Give modules with a parametrized weight the class of the first.
+
+    Torch makes a class for each, all alike. Layers whose modules are of other classes are not taken for the same code.
+    So each would be compiled by itself, and after the eighth no other is compiled.
     """
     for module in modules[1:]:
         module.__class__ = modules[0].__class__

@@ -1,8 +1,9 @@
 """The training objective of a full bidirectional model: masked diffusion of whole responses, as LLaDA decodes.
 
 Every row of a document sees every other, the prompt is always clean, and row i predicts its own token. A response is
-noised in one of two ways. Jointly: each of its tokens is masked with probability t ~ U(0, 1). Or as a decoder that
-goes block by block meets it: earlier blocks are clean, later ones all masked, and t rules the current block alone.
+noised in one of two ways. Jointly: each of its tokens is masked with probability t ~ U(0, 1). Blockwise, as a decoder
+that goes block by block meets it: earlier blocks are clean, later ones all masked. Then t rules the current block
+alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .data import EOS_PADDING, RESPONSE, Batch
 from .objective import NOISE, SMALLEST_RATE, Inputs, Noise, loss_weights, shifted, weighed
 
 START_SHARE = 0.25
-"""Of the documents noised block by block, the share whose current block is all masked, as at its first step."""
+"""Share of documents noised block by block whose current block is all masked, as at its first step."""
 BLOCK_LENGTHS = (8, 16, 32, 32)
 """Lengths of a decoding block, drawn per document."""
 

@@ -2,7 +2,7 @@
 
 With SDAR's RMSNorm on each head of q and k a state dict loads into transformers' `Qwen3ForCausalLM` as it is, without
 it (LLaDA) into `LlamaForCausalLM`. Training needs this file because rows hold several documents, and for SDAR a clean
-and a noisy copy of each, so that the mask is neither causal nor full.
+and a noisy copy of each. Their mask is neither causal nor full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Mask = Tensor | BlockMask
-"""What may be seen: bool [R, 1, T, keys] for the dense kernel, or a BlockMask for FlexAttention."""
+"""Attention mask: bool [R, 1, T, keys] for the dense kernel, or a BlockMask for FlexAttention."""
 
 
 @dataclass(frozen=True)

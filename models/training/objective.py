@@ -1,8 +1,8 @@
 """Training objectives: next-token prediction, and block diffusion on a clean and a noisy copy.
 
-Block diffusion as SDAR decodes: blocks are aligned to absolute positions, a clean block sees itself and every
-earlier clean block of its document (prompt blocks too), a noisy block sees itself and the earlier clean blocks.
-Row i predicts its own token, or with a shift the token after it; see `Noise`.
+Block diffusion is as SDAR decodes: blocks are aligned to absolute positions. A clean block sees itself and every
+earlier clean block of its document (prompt blocks too). A noisy block sees itself and the earlier clean blocks. Row i
+predicts its own token, or with a shift the token after it; see `Noise`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ SMALLEST_RATE = 0.02
 
 @dataclass(frozen=True)
 class Noise:
-    """How tokens are masked, and what their losses count.
+    """Masking of tokens, and the weights of their losses.
 
     Attributes:
-        mask_id: what stands for a masked token.
+        mask_id: id that stands for a masked token.
         block: rows of a diffusion block, which divides the block that documents are padded to.
         smallest_rate: lower end of the masking rate t.
         padding_weight: of the padding after a response; a token of the response has 1.
         by_rate: losses are divided by t, which makes their sum a bound on the likelihood (LLaDA, arXiv 2502.09992,
             equation 3); if not, it is the plain mean over masked tokens.
-        complementary: each noisy block comes twice, the second time with masked what the first shows, so that every
-            token is learnt in every step (Fast-dLLM v2, arXiv 2509.26328, section 3).
+        complementary: each noisy block comes twice, and the second one masks the tokens that the first one shows. So
+            every token is learnt in every step (Fast-dLLM v2, arXiv 2509.26328, section 3).
         shift: 0 where row i predicts token i. 1 where it predicts token i + 1, as the autoregressive model did that a
             diffusion model is made from (Dream, arXiv 2508.15487); the first token of a block is then predicted by
             the last clean row before it (Fast-dLLM v2).
         blockwise: of a bidirectional model, the share of documents that are noised as block-by-block decoding meets
             them: earlier blocks clean, later ones all masked.
-        later_weight: in these, of tokens in blocks after the current one, which nobody decodes yet; 0 learns the
+        later_weight: in these, of tokens in blocks after the current one, which are not decoded yet; 0 learns the
             current block alone.
     """
 
@@ -85,7 +85,7 @@ def part_of(inputs: Inputs, rank: int, world: int) -> Inputs:
     """The rows of one of several ranks; their weighted losses are still divided by the scale of all rows.
 
     Raises:
-        InputError: the rows cannot be divided among so many.
+        InputError: the rows cannot be divided among `world` ranks.
     """
     rows = len(inputs.input_ids)
     if rows % world:

@@ -1,8 +1,9 @@
 """Prompts and responses, and plain text, from JSONL files as training batches, for the tokenizer of any checkpoint.
 
-What an autoregressive model is made a diffusion model with: dialogues that it wrote itself, tasks, and plain text. A
-document is the prompt in the model's chat form, the response, and the stop token, repeated to the end of a block: a
-diffusion model ends a block with it. Of a response that was cut off before its end, the whole blocks are learnt from.
+The data that make a diffusion model of an autoregressive one: dialogues that it wrote itself, tasks, and plain text. A
+document is the prompt in the model's chat form, the response, and the stop token. The stop token is repeated to the end
+of a block: a diffusion model ends a block with it. If a response was cut off before its end, its whole blocks are
+learnt from.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from .data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, Batch, Document, Rows, f
 
 
 class Pair(NamedTuple):
-    """What a document is made from.
+    """Source of a document: a prompt and a response, or a text.
 
     Attributes:
         prompt: "" for a text without a frame.
         response: or that text.
-        ended: whether the response is over where it ends here.
+        ended: True if the response is over where it ends here.
     """
 
     prompt: str
@@ -123,14 +124,14 @@ def _ended(before: list[int], response: list[int], eos_id: int, task: int, block
 
 @dataclass(frozen=True)
 class Place:
-    """Where a document goes: its number in the list of them, and its row in the batch."""
+    """Place of a document: its number in the list of them, and its row in the batch."""
 
     document: int
     row: int
 
 
 def plan(sizes: Sequence[int], rows: int, length: int, seed: str) -> list[list[Place]]:
-    """Batches of one pass over documents of so many tokens: each that fits into a row once, in an order by the seed.
+    """Batches of one pass over documents of `sizes` tokens: each that fits into a row once, in an order by the seed.
 
     A batch takes documents until one has no room in it; that one begins the next.
     """
@@ -179,8 +180,8 @@ class Passes(Dataset[Batch]):
 
     Args:
         documents, rows, length, seed: as of `Pairs`.
-        times: by the documents' `task`, how often one comes in a pass: 2.5 is twice, and with a chance of a half, drawn
-            for each document and pass, once more. Once where it is not said.
+        times: by the documents' `task`, how often one comes in a pass; once where it is not said. 2.5 is twice, and
+            once more with a chance of a half, drawn for each document and pass.
 
     Raises:
         InputError: no document that fits into a row.

@@ -1,10 +1,15 @@
 """Word problems with other numbers: the same words, the arithmetic done again.
 
 GSM8K's solutions note every calculation as <<48/2=24>>. From these notes follows what each number of a solution becomes
-when numbers of the question change, so that one problem gives many, whose answers are right wherever the notes are. The
-idea is that of symbolic templates (GSM-Symbolic, arXiv 2410.05229), here without writing any by hand. What cannot be
-followed is refused: a number of the solution that comes neither of the question nor of a note, one number that would
-become two, a result that stops being whole or positive, an order between numbers of the question that turns round.
+when numbers of the question change. So one problem gives many, whose answers are right wherever the notes are. The idea
+is that of symbolic templates (GSM-Symbolic, arXiv 2410.05229), here without writing any by hand.
+
+A change that cannot be followed is refused:
+
+- a number of the solution that comes neither of the question nor of a note,
+- one number that would become two,
+- a result that stops being whole or positive,
+- an order between numbers of the question that turns round.
 """
 
 from __future__ import annotations
@@ -20,12 +25,12 @@ from types import MappingProxyType
 NUMERAL = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
 NOTE = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 WHOLE_NOTE = re.compile("<<.*?>>")
-"""Whatever stands in it."""
+"""A note with any text in it."""
 TOKEN = re.compile(rf"\s*({NUMERAL.pattern}|[-+*/()%])")
 UNITS = frozenset(map(Fraction, (1, 2, 4, 7, 12, 24, 30, 31, 52, 60, 100, 365, 1000)))
 """Numbers that stay wherever they stand: weeks, months, dozens, minutes."""
 CONSTANTS = UNITS | frozenset(map(Fraction, (3, 5, 10, 20, 25, 50, 75)))
-"""What a solution may use that the question does not say."""
+"""Numbers that a solution may use though the question does not say them."""
 WORDS = {
     **{"half": 2, "halves": 2, "twice": 2, "double": 2, "third": 3, "thrice": 3, "triple": 3, "three": 3},
     **{"quarter": 4, "four": 4, "fourth": 4, "quadruple": 4, "five": 5, "fifth": 5, "six": 6, "sixth": 6, "seven": 7},
@@ -36,7 +41,7 @@ WORDS = {
 }
 """Numbers that are written out, in the singular, and what is said with them; they stay."""
 BEFORE, AFTER = re.compile(r"[\w/:.]$"), re.compile(r"[\w%/:]|\.\d|\s*(?:%|percent|[ap]\.?m\b|/)")
-"""What stands beside a number that is part of something else: a fraction, a share, a decimal, an hour, a name."""
+"""Text beside a number that is part of something else: a fraction, a share, a decimal, an hour, a name."""
 SMALLEST = 3
 """Smaller numbers stay: they are in too many words ("both", "another", "a pair")."""
 YEARS = range(1900, 2101)
@@ -51,7 +56,7 @@ def renumbered(question: str, answer: str, rng: random.Random, notes: bool = Fal
         question: text.
         answer: a solution with a note for each calculation; it ends with "#### RESULT".
         rng: draws the numbers.
-        notes: whether the solution keeps them.
+        notes: True if the solution keeps them.
     """
     if as_it_is(question, answer) is None:
         return None
@@ -157,7 +162,7 @@ def calculated(expression: str, known: Mapping[Fraction, Fraction] = MappingProx
     """The value of an expression when each number is what `known` says, or else itself.
 
     Raises:
-        ValueError, ZeroDivisionError: it is none, or has none.
+        ValueError, ZeroDivisionError: the text is no expression, or has no value.
     """
     tokens = _tokens(expression)
     value, rest = _sum([known.get(token, token) if isinstance(token, Fraction) else token for token in tokens])

@@ -59,7 +59,7 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Room:
-    """What steps read and write, for up to so many rows and positions.
+    """Tensors that steps read and write, for a number of rows and of positions.
 
     Attributes:
         ids: prompts and what follows them, i64[rows, positions].
@@ -154,12 +154,12 @@ class Writer:
     def write(
         self, began: Sequence[list[int]], stop: int, most: int, temperature: float, generator: torch.Generator
     ) -> list[list[int]]:
-        """How each row goes on: equally many ids, at most so many; a row that ended has only `stop` from there on.
+        """Continue each row: equally many ids, at most `most`; a row that ended has only `stop` from there on.
 
         A token is drawn as `draw` says.
 
         Args:
-            began: what each row begins with, one id at least.
+            began: ids that each row begins with, one at least.
             generator: of the model's device.
         """
         count, width = len(began), max(map(len, began))
@@ -318,8 +318,10 @@ class Writer:
 
 
 def draw(logits: Tensor, inverse: Tensor, noise: Tensor) -> Tensor:
-    """A token for each row, i64[rows], in proportion to its probability among the likeliest: the fewest that have TOP_P
-    of it together, but of no more than the k likeliest. So where these have less than TOP_P, it is these.
+    """Draw a token for each row, i64[rows], in proportion to its probability among the likeliest tokens.
+
+    These are the fewest that have TOP_P of the probability together, but no more than the k likeliest. Where the k
+    likeliest have less than TOP_P, it is these.
 
     Args:
         logits: [rows, vocab].

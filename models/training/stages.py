@@ -7,7 +7,7 @@
 
 Each command goes on where it was stopped, on another machine, too, that has OUT; what is done it leaves as it is. The
 first two use several GPUs of a host under `torchrun --nproc-per-node N -m models.training.stages ...`.
-`models/training/smol.json` is such a file; the problems it names are found from where the command runs. What OUT holds:
+`models/training/smol.json` is such a file; the problems it names are found from where the command runs. OUT holds:
 
     dialogues.jsonl    as the base wrote them: the first ones are asked in the evaluation and never trained on
     questions.jsonl, training.jsonl, NAME.jsonl    made of it, of each task's problems in the form they are asked in, of
@@ -60,26 +60,26 @@ TRAINING, QUESTIONS, EVALUATION, SMALL = "training.jsonl", "questions.jsonl", "e
 
 @dataclass(frozen=True)
 class Plan:
-    """What the file says.
+    """Plan of a conversion, as its file says it.
 
     Attributes:
         base: as `convert` takes it.
-        models: what is made of it: `Settings` by name of the model.
+        models: models made of it: `Settings` by name of the model.
         mask_token: of the base; None for the tokenizer's own.
-        dialogues: how many it writes.
-        dialogue_rows: how many of them at once.
+        dialogues: number of dialogues that it writes.
+        dialogue_rows: number of them at once.
         temperature: of its answers.
         seed: of them.
-        asked: the first so many of them are asked in the evaluation, and not trained on.
+        asked: number of them, from the first on, that are asked in the evaluation and not trained on.
         prompts: JSONL whose prompts are answered; None: the base asks itself.
-        openings: how its questions begin then in every other batch, in turns.
+        openings: beginnings of its questions in every other batch then, in turns.
         problems: by a task of `dgraph.evaluate.tasks`, a file of lines {"question", "answer"} (GSM8K's training split).
-        variants: by a task, how many times each of its problems is tried with other numbers (see `renumber`); what
-            comes of it is data of its own, TASK_renumbered.
+        variants: by a task, how many times each of its problems is tried with other numbers (see `renumber`). These
+            problems are data of their own, TASK_renumbered.
         calculations: by a task, how many documents of calculations like those that its solutions note (see
             `calculations`), data of its own, too, TASK_calculations.
-        notes: whether solutions keep the notes of their calculations, <<48/2=24>>, and calculations are noted so, too.
-        names: whether people have other names, too, where numbers are others (see `rename`).
+        notes: True keeps the notes of calculations in solutions, <<48/2=24>>, and notes calculations so, too.
+        names: True gives people other names, too, where numbers are others (see `rename`).
         without: JSONL of questions (see `read_questions`) that are not trained on, though the base may write them, too;
             nor are those of the tasks.
         times: by "dialogues", a task, TASK_renumbered or TASK_calculations, how often one comes in a pass; once where
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def learnt(self) -> list[str]:
-        """What is trained on beside dialogues: tasks, and what is made of them."""
+        """Names of the training data beside dialogues: tasks, and data made of them."""
         more = [*map(renumbered_name, self.variants), *map(calculations_name, self.calculations)]
         return [*self.problems, *more]
 
@@ -295,12 +295,12 @@ class Work:
 
 
 def renumbered_name(task: str) -> str:
-    """What a task's problems with other numbers are called."""
+    """Name of a task's problems with other numbers."""
     return f"{task}_renumbered"
 
 
 def calculations_name(task: str) -> str:
-    """What documents of its calculations are called."""
+    """Name of the documents of a task's calculations."""
     return f"{task}_calculations"
 
 
@@ -308,7 +308,7 @@ def problems(path: Path) -> list[tuple[str, str]]:
     """The (question, answer) of lines {"question", "answer"}.
 
     Raises:
-        InputError: a file that cannot be read, or a line that is none.
+        InputError: a file that cannot be read, or a line that is not of this form.
     """
     found = []
     try:
@@ -337,7 +337,7 @@ def pairs_of(found: Sequence[tuple[str, str]], task: str, notes: bool) -> list[P
 def variants(
     found: Sequence[tuple[str, str]], times: int, notes: bool = False, names: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Problems with other numbers, none of them twice: each is tried so many times; most cannot be followed. The
+    """Problems with other numbers, none of them twice: each is tried `times` times; most cannot be followed. The
     same on any number of processors. notes, names: as a plan says.
     """
     numbered = [(number, *problem, times, notes, names) for number, problem in enumerate(found)]
@@ -347,8 +347,8 @@ def variants(
 def calculations_of(
     found: Sequence[tuple[str, str]], task: str, count: int, notes: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """So many documents of calculations like those of some problems. The same on any number of processors. notes: as a
-    plan says.
+    """Make `count` documents of calculations like those of some problems. The same on any number of processors. notes:
+    as a plan says.
 
     Raises:
         InputError: their solutions note none.
@@ -370,7 +370,7 @@ def _documents_of(
 
 
 def _together(make: Callable[[T], Iterable[U]], items: Iterable[T], processes: bool) -> Iterator[U]:
-    """What is made of each item, one after the other; in as many processes as there are processors, or here."""
+    """Yield the products of each item in order, made in as many processes as there are processors, or here."""
     if not processes:
         yield from chain.from_iterable(map(make, items))
         return
@@ -387,7 +387,7 @@ def _variants_of(problem: tuple[int, str, str, int, bool, bool]) -> list[tuple[s
 
 
 def _changed(folder: Path) -> float:
-    """When the newest file of a folder was written."""
+    """Time at which the newest file of a folder was written."""
     return max(file.stat().st_mtime for file in folder.iterdir())
 
 

@@ -34,7 +34,7 @@ class Stage:
 
 
 class Trainable(Protocol):
-    """What a trainer asks of a model: `TinyModel` has it, and `Adopted` gives it to classes of transformers."""
+    """Interface of a model for a trainer: `TinyModel` has it, and `Adopted` gives it to classes of transformers."""
 
     @property
     def lm_head(self) -> nn.Linear: ...
@@ -51,12 +51,12 @@ class Trainer:
 
     A phase is over after `steps` or `minutes`, whichever comes first, and the rate follows what is closer to its end.
     `dense` asks for dense masks (any device), else FlexAttention's; `compiled` compiles the loss and the masks.
-    `decay`: of matrices. `autocast`: what matrix products are computed in. Only parameters that ask for a gradient are
-    trained. Of several `ranks` each takes a part of a batch's rows, and gradients are added: a step is that of one.
+    `decay`: of matrices. `autocast`: dtype of matrix products. Only parameters that ask for a gradient are trained.
+    Each of several `ranks` takes a part of a batch's rows, and gradients are added: a step is that of one.
 
     Attributes:
         done: steps so far.
-        clock: seconds of training after the last of them, on rank 0: what the rate and the end depend on.
+        clock: seconds of training after the last of them, on rank 0: the rate and the end depend on it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Trainer:
 
     @property
     def fraction(self) -> float:
-        """How much of the phase is over."""
+        """Fraction of the phase that is over, 1 or more at its end."""
         return max(self.done / self.steps, self.clock / (60 * self.minutes))
 
     def rate(self) -> float:
@@ -106,7 +106,7 @@ class Trainer:
         return self.peak * (1 - (1 - self.final) * min(1, max(0, self.fraction - start) / (1 - start)))
 
     def state(self) -> dict[str, Any]:
-        """What `restore` goes on from: the trained parameters in their order, the optimizer, steps and seconds."""
+        """State for `restore`: the trained parameters in their order, the optimizer, steps and seconds."""
         parameters = [p.detach() for p in self.trained]
         optimizer = self.optimizer.state_dict()
         return {"parameters": parameters, "optimizer": optimizer, "done": self.done, "seconds": self.clock}
@@ -121,7 +121,7 @@ class Trainer:
         self.began = time.perf_counter() - self.clock
 
     def mask(self, inputs: Inputs) -> Mask:
-        """What the rows of `inputs` see, in the form the chosen kernel takes."""
+        """Attention mask of the rows of `inputs`, in the form the chosen kernel takes."""
         rows, length = inputs.input_ids.shape
         if self.dense:
             return dense_mask(inputs.visible, rows, length, self.device)

@@ -2,10 +2,10 @@
 
     python -m models.training.two_modes OUT
 
-A sequence is a progression: a first number and a step, modulo `NUMBERS`, and every so often another step. Of each
-sequence one block is open: the tokens before it are read by causal rows, which learn to predict the next one, and the
-block by rows that see all of it, of which masked ones learn their own (the two losses of arXiv 2607.05722, whose block
-begins with a token that is known). Nothing foretells where the step changes, so a draft that is made before is wrong
+A sequence is a progression: a first number and a step, modulo `NUMBERS`, and every so often another step. Each sequence
+has one open block. Causal rows read the tokens before it and learn to predict the next one. Rows that see all of the
+block read it, and its masked rows learn their own tokens. These are the two losses of arXiv 2607.05722, whose block
+begins with a token that is known. Nothing foretells where the step changes, so a draft that is made before is wrong
 from there on. On one core of a CPU it takes some minutes.
 """
 
@@ -30,7 +30,7 @@ BLOCK = 8
 CHANGE = 0.04
 """The chance that the step becomes another one, at each number after the second."""
 LENGTH = 48
-"""Of a sequence."""
+"""Tokens of a sequence."""
 CONFIG: dict[str, Any] = {
     "architectures": ["NemotronLabsDiffusionModel"],
     "vocab_size": NUMBERS + 3,
@@ -80,7 +80,7 @@ def losses(model: torch.nn.Module, rows: int, draw: torch.Generator) -> tuple[Te
 
 
 def train(steps: int, rows: int, rate: float, seed: int) -> torch.nn.Module:
-    """A model after so many steps; its losses are printed."""
+    """Train a model for `steps` steps; its losses are printed."""
     from transformers import Ministral3Config, Ministral3ForCausalLM
 
     torch.manual_seed(seed)
@@ -98,9 +98,9 @@ def fit(
     Args:
         model: all of its parameters learn.
         losses: draws a batch, and gives the mean losses of next tokens and of masked ones; their sum is minimised.
-        steps: how many.
+        steps: number of updates.
         rate: the highest learning rate, reached after a tenth of them.
-        name: what is printed in front of the losses.
+        name: text that is printed in front of the losses.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.1)
