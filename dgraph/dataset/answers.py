@@ -21,7 +21,7 @@ class Answer:
     """The answer to a question.
 
     Attributes:
-        id: of the question.
+        id: id of the question.
         text: the response; None without a tokenizer, and for an error.
         tokens: number of tokens of the response.
         finish_reason: "stop", "length", or "error".
@@ -49,8 +49,8 @@ class Answers:
     A last line that was cut off, since a run was killed while it wrote, is removed when the file is opened.
 
     Args:
-        path: of the file; it need not exist.
-        ids: of all questions.
+        path: path of the file; it need not exist.
+        ids: ids of all questions.
 
     Attributes:
         present: ids that had an answer when the file was opened.

@@ -44,7 +44,7 @@ def read_questions(path: str | Path, usual: Decoding) -> list[Question]:
     """Read all questions of a file; empty lines are skipped.
 
     Args:
-        path: of the file.
+        path: path of the file.
         usual: decoding settings that a line has unless it says otherwise.
 
     Raises:
@@ -76,7 +76,7 @@ def read_line(line: str, index: int, usual: Decoding) -> Question:
     """Parse one line; see `read_questions`.
 
     Raises:
-        InputError, UnknownName: what it says cannot be used.
+        InputError, UnknownName: the line cannot be used.
     """
     said = parse_json(line)
     if not isinstance(said, dict):
@@ -88,7 +88,7 @@ def question_of(said: Mapping[str, Any], index: int, usual: Decoding, line: str 
     """Make a question of the fields of a line; see `read_questions`.
 
     Raises:
-        InputError, UnknownName: what they say cannot be used.
+        InputError, UnknownName: the fields cannot be used.
     """
     known = (*OWN, *(f.name for f in fields(Decoding)))
     for name in said:
