@@ -20,7 +20,7 @@ class Step:
     """The current block of W positions, after one step; tuples have W entries.
 
     Attributes:
-        step: of the request, from 1.
+        step: step of the request, from 1.
         offset: position of the first of them in the response.
         token_ids: -1 where there is a mask.
         tokens: text of each, None for a mask.
@@ -62,7 +62,7 @@ class Run:
         prompt: its text.
         block_length: positions of a block.
         steps: in order.
-        tokens: of the response, by position.
+        tokens: tokens of the response, by position.
         usage: counts, by the names of `dgraph.engine.events.Usage`.
         seconds: from the request to its last token.
     """
