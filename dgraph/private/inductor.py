@@ -52,7 +52,7 @@ def compile_region(
     Args:
         module: the module; its targets are ops of torch and functions.
         example_inputs: fake values of its placeholders.
-        settings: of Inductor, for this compilation.
+        settings: settings of Inductor, for this compilation.
         functions: qualified name -> hash; if given, the result can be packed by `pack_region`. Torch keeps code for
             functions that are not its own only if they are named here. A hash must change whenever its function does.
     """
@@ -196,7 +196,7 @@ def load_region(files: Mapping[str, bytes], folder: Path, settings: dict[str, An
     Args:
         files: content by name.
         folder: where the same files lie; kernels in C++ are mapped from there.
-        settings: of Inductor, as it was compiled with.
+        settings: settings of Inductor, as it was compiled with.
 
     Raises:
         Exception: whatever torch, pickle or the loader of shared objects makes of files that do not fit.
@@ -309,8 +309,8 @@ def launched_by_triton() -> list[Any]:
 def inductor_config() -> dict[str, Any]:
     """Every setting of Inductor that shapes what it generates, from defaults, the environment and assignments.
 
-    Torch's own cache uses this list and publishes no other. The name of the C++ compiler is left out, since it says
-    who compiles and not what. Checked on 2.11 and 2.13.
+    Torch's own cache uses this list and publishes no other. The name of the C++ compiler is left out, since it
+    names who compiles, not the code. Checked on 2.11 and 2.13.
     """
     import torch._inductor.config as config
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._ops import OpOverloadPacket as OpPacket
 
-# What sees every op that torch's dispatcher runs; it has no public name. Checked on 2.11 and 2.13.
+# Base class of modes that see every op that torch's dispatcher runs; it has no public name. Checked on 2.11 and 2.13.
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgraph.errors import LoweringError
@@ -115,7 +115,7 @@ class StorageWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an op and count what it allocated: what is in none of its arguments."""
+        """Run an op and count the storages of its result that are in none of its arguments."""
         result = func(*args, **(kwargs or {}))
         if not self.quiet:
             given = {id(storage) for storage in _storages((args, kwargs))}

@@ -42,7 +42,7 @@ class LoadedKernel:
 
     Attributes:
         module: name of the module that defines the kernel.
-        target: what it is compiled for, as `target_of` says it.
+        target: target of its compilation, as `target_of` gives it.
         binary: Triton's object.
     """
 
@@ -51,7 +51,7 @@ class LoadedKernel:
     binary: Any
 
     def files(self) -> dict[str, bytes]:
-        """Files that Triton loads the kernel from, by name. The code is what this process runs, not the disk's.
+        """Files that Triton loads the kernel from, by name. The code is that of this process, not the disk's.
 
         Checked on 3.6 and 3.7.
 
@@ -174,7 +174,7 @@ def cache_folder() -> str:
 
 
 def put(key: str, files: Mapping[str, bytes]) -> bool:
-    """Put what a kernel or library is loaded from into Triton's cache, unless it is there.
+    """Put the files that a kernel or library is loaded from into Triton's cache, unless it is there.
 
     Each file appears by one rename, and that which names the others comes last. Checked on 3.6 and 3.7.
 
