@@ -71,13 +71,13 @@ def capture_or_load(
 
     Args:
         module, spec, prefix: as for `capture_module`.
-        store: where graphs are stored. Only a module with an attribute `identity` is looked up, and stored: a string
-            that says everything its forward depends on but its tensors.
-        weights: of a model of which parameters are not read, see `dgraph.families.Model`: those that are stored
+        store: cache of graphs. Only a module with an attribute `identity` is looked up, and stored. This string
+            says everything its forward depends on but its tensors.
+        weights: weights of a model whose parameters are not read, see `dgraph.families.Model`. Weights that are stored
             quantised are read as they are stored.
 
     Returns:
-        The graph, and whether it was captured just now.
+        The graph, and True if it was captured just now.
 
     Raises:
         CaptureError: as `capture_module`.
@@ -119,7 +119,7 @@ def _captured_or_loaded(module: nn.Module, spec: ModelSpec, prefix: str, store: 
 
 
 def key_of(module: nn.Module, identity: str, spec: ModelSpec) -> Key:
-    """The key of a captured graph; what recipes alone read of the spec is no part of it."""
+    """The key of a captured graph; facts of the spec that recipes alone read are no part of it."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     said = {name: value for name, value in spec.to_json().items() if name not in READ_LATER}
     facts = {

@@ -12,8 +12,8 @@ is then reshaped and permuted:
             %5 = reshape(%4, [%b, %t, 4, 8])                  f32[b, t, 4, 8]
             %6 = transpose(%5, 1, 2)                          f32[b, 4, t, 8]
 
-Views are not read by their names and arguments: they are run on the numbers of the entries that they are of. So every
-op that is a view is understood, also one that no rule knows.
+Views are not read by their names and arguments: they are run on a tensor that numbers the entries of the value. So
+every op that is a view is understood, also one that no rule knows.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Atom:
 
     Attributes:
         dim: the dimension.
-        size: how many entries.
-        step: from one to the next, in entries of the dimension.
+        size: number of entries.
+        step: distance from one to the next, in entries of the dimension.
     """
 
     dim: int
@@ -111,7 +111,7 @@ def _name_unbind(graph: Graph, node: Node) -> None:
 
 
 def _name_move(graph: Graph, node: Node) -> None:
-    """A permutation, or a slice, by the strides of what it makes of entries that are all different."""
+    """Name a permutation by the sizes that it gives to a probe of unequal sizes, or a narrow as a slice."""
     source, made = args_of(node)[0], node.meta["val"]
     if op_name(node.target) == "narrow":
         _, dim, start, length = args_of(node)
@@ -139,7 +139,7 @@ def straighten(graph: Graph) -> None:
 
 
 def _infer_merged(graph: Graph) -> None:
-    """Let a reshape find out by itself how large a product of sizes is, as `b * t`: no call makes a tensor of it."""
+    """Replace a computed product of sizes in a reshape, as `b * t`, by -1: no call computes it any more."""
     for node in graph.calls:
         if op_name(node.target) != "reshape":
             continue
@@ -192,7 +192,7 @@ class _Views:
             self.graph.replace(node, self._view(node, layouts[node], split))
 
     def _views(self) -> list[Node]:
-        """The calls that are views of the value, each after what it is a view of."""
+        """The calls that are views of the value, each after its own source."""
         found, todo = [], [self.base]
         while todo:
             source = todo.pop()
@@ -202,7 +202,7 @@ class _Views:
         return found
 
     def _layouts(self, views: Sequence[Node]) -> dict[Node, Layout]:
-        """The entries that views are of, if they are known, in order of the graph."""
+        """The entries that each view selects, if they are known, in order of the graph."""
         numbers: dict[Node, Any] = {self.base: torch.arange(math.prod(self.sizes)).reshape(self.sizes)}
         for node in views:
             source, *rest = args_of(node)
@@ -214,8 +214,10 @@ class _Views:
         return {node: layout for node, layout in found.items() if layout is not None}
 
     def _is_plain(self, node: Node) -> bool:
-        """Tell if a view is in form by itself: the split of a linear layer's outputs, its parts, and what keeps all
-        entries, with tokens in dimensions of their own.
+        """Tell if a view is in form by itself.
+
+        Such views are the split of a linear layer's outputs, its parts, and views that keep all entries, with tokens in
+        dimensions of their own.
         """
         if node.target is aten.split_with_sizes.default:
             source, _, dim = (*args_of(node), 0)[:3]
@@ -225,7 +227,7 @@ class _Views:
         return op_name(node.target) in (_PLAIN if linear_of(self.base) is not None else _PLAIN | {"slice", "select"})
 
     def _layout(self, node: Node, numbers: Any) -> Layout | None:
-        """The entries that a view is of; None if they are not one run of the value along each dimension."""
+        """The entries that a view selects; None if they are not one run of the value along each dimension."""
         if not isinstance(numbers, Tensor) or not numbers.numel():
             return None
         first, total = int(numbers.flatten()[0]), torch.zeros_like(numbers)
@@ -275,7 +277,7 @@ class _Views:
         return found[::-1]
 
     def _split(self, layouts: Sequence[Layout]) -> dict[tuple[int, int], Node] | None:
-        """The parts of the value that views are of, by their begin and end along its last dimension; None where they
+        """The parts of the value that views select, by their begin and end along its last dimension; None where they
         are not its parts.
         """
         last = len(self.sizes) - 1
@@ -304,7 +306,7 @@ class _Views:
         return dict(zip(pieces, parts, strict=True))
 
     def _view(self, node: Node, layout: Layout, split: dict[tuple[int, int], Node]) -> Node:
-        """A view again: its part of the value, reshaped, permuted, and reshaped."""
+        """Rebuild a view: its part of the value, reshaped, permuted, and reshaped."""
         graph, last = self.graph, len(self.sizes) - 1
         value = split[(layout.begins[last], layout.ends[last])]
         atoms = sorted(layout.atoms, key=lambda a: (a.dim, -a.step))
@@ -330,12 +332,12 @@ def _permuted(graph: Graph, node: Node, value: Node, order: Sequence[int]) -> No
 
 
 def _call(graph: Graph, node: Node, target: Any, *args: Any) -> Node:
-    """A call in the place of a node."""
+    """Add a call in the place of a node."""
     return graph.call(target, args, before=node, by="", like=node, source=node.meta.get("source", ""))
 
 
 def _size_node(graph: Graph, size: Any) -> Any:
-    """A size as a call takes it."""
+    """A size as an argument of a call: a number, or the node that reads it."""
     if isinstance(size, int):
         return size
     tokens = graph.input("input_ids")
@@ -348,7 +350,7 @@ def _size_node(graph: Graph, size: Any) -> Any:
 
 
 def _numbers(graph: Graph, arguments: Sequence[Any]) -> list[Any] | None:
-    """Arguments with numbers for sizes; None if something else is computed among them."""
+    """Arguments with numbers for sizes; None if another value is computed among them."""
     known = {graph.symbols.size(name).node.expr: number for name, number in ROWS.items()}
 
     def number(node: Node) -> Any:

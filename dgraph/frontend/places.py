@@ -42,7 +42,7 @@ def places_of(nodes: Sequence[Node], tokens: Node | None, prefix: str) -> dict[N
     """The place of each call.
 
     Args:
-        nodes: of an exported forward, in order, with the types that export gives them.
+        nodes: nodes of an exported forward, in order, with the types that export gives them.
         tokens: its input of token ids.
         prefix: dotted path before every module's name, to be left out.
     """
