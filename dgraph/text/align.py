@@ -1,9 +1,10 @@
 """Alignment of two listings: calls are the same by op, arguments and wiring, never by number.
 
-Calls are aligned layer by layer. A call's *key* is its op and arguments, with each value named by what made it; so a
-call that moved down because others were inserted keeps its key. Values that were only gathered (`compact`) count as
-the values they were gathered from. Types are compared without their rows: another row set is not another computation.
-Calls that aligned are then held to it: one whose arguments were made by calls that did not align has changed.
+Calls are aligned layer by layer. A call's *key* is its op and arguments, with each value named by the call that made
+it; so a call that moved down because others were inserted keeps its key. Values that were only gathered (`compact`)
+count as the values they were gathered from. Types are compared without their rows: another row set is not another
+computation. Calls that aligned are then held to it: one whose arguments were made by calls that did not align has
+changed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def table(
     """Lines of left-aligned columns, the last as wide as it likes.
 
     Args:
-        titles: of the columns.
+        titles: titles of the columns.
         rows: their cells.
         indent: before every line.
         width: letters of a line at most; None for any number. A table that is wider has its widest column wrapped, or,

@@ -33,7 +33,7 @@ class Names:
         return bool(self.removed or self.added)
 
     def lines(self, title: str) -> list[str]:
-        """As text after a title: what is gone, then what is new."""
+        """As text after a title: removed names, then added ones."""
         out: list[str] = []
         for mark, names in (("-", self.removed), ("+", self.added)):
             if names:

@@ -43,8 +43,8 @@ class GroupDiff:
 
     Attributes:
         layers: first and last, or None.
-        place: of the first, in words.
-        changes: of each of them, unchanged calls among them.
+        place: place of the first, in words.
+        changes: changes of each of them, unchanged calls among them.
         passes: per mark and pass, the number of calls of each layer.
     """
 
@@ -78,8 +78,8 @@ class Diff(Described):
     """Differences between two graphs; prints as text, summary first. False if there are no differences.
 
     Attributes:
-        names: of the graphs.
-        declared: per "model", "passes", "inputs", "outputs", "weights" and "row sets", what only one of them has.
+        names: names of the graphs.
+        declared: names that only one of them has, by "model", "passes", "inputs", "outputs", "weights", "row sets".
         groups: every layer and the places around them, equal ones folded.
     """
 
@@ -200,7 +200,7 @@ def diff(before: Graph, after: Graph, names: tuple[str, str] = ("before", "after
 
     Args:
         before, after: usually two phases or stages of one captured model.
-        names: what to call them.
+        names: names of the two.
     """
     old, new = listing(before), listing(after)
     aligned = align(old, new)

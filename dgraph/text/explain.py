@@ -44,9 +44,9 @@ class RegionKind:
 
     Attributes:
         name: "A", "B", ...
-        ops: how often each op occurs.
+        ops: number of occurrences by op.
         uses: number of regions.
-        compiled: whether Inductor compiles it; a single op runs as it is.
+        compiled: True if Inductor compiles it; a single op runs as it is.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Explanation(Described):
 
     Attributes:
         recipe: as a value.
-        buckets: how row counts are padded.
+        buckets: padding of row counts.
         reports: per phase, one per pass.
         stages: per phase, in order.
         regions: the distinct regions of all phases.
@@ -143,9 +143,9 @@ def explain(phases: Mapping[str, Phase], recipe: Recipe, buckets: Buckets | None
     """Explain what a recipe makes of a model.
 
     Args:
-        phases: what `dgraph.rewrite` returned for the recipe.
+        phases: result of `dgraph.rewrite` for the recipe.
         recipe: the recipe.
-        buckets: of the row counts; None for exact ones.
+        buckets: buckets of the row counts; None for exact ones.
 
     Raises:
         LoweringError: a phase cannot be cut into stages.

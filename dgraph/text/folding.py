@@ -14,9 +14,9 @@ class Carried:
     """A value that each layer of a run takes from the one before.
 
     Attributes:
-        name: under which the lines read it.
-        first: what it is in the first layer.
-        then: what it is in the second; in the others, the same value of the layer before.
+        name: name under which the lines read it.
+        first: its value in the first layer.
+        then: its value in the second; in the others, the same value of the layer before.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Group:
 
     Attributes:
         layers: first and last layer, or None outside the layers.
-        place: of the first section.
-        lines: of every one of them.
-        carried: what is handed from layer to layer.
+        place: place of the first section.
+        lines: lines of every one of them.
+        carried: values that are handed from layer to layer.
     """
 
     layers: tuple[int, int] | None

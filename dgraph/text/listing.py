@@ -5,7 +5,7 @@ Names say nothing about fx or the version of torch:
     %3              the third value of the same layer
     %cos            a value outside the layers, by its op (%mul, %mul_1, ... where an op occurs again)
     layers[0].%3    a value of another layer
-    %h              what a run of equal layers hands from one to the next; the header of the run says where it starts
+    %h              a value that a run of equal layers hands from one to the next; the run's header says where it starts
     q_proj.weight   a weight, relative to its layer; likewise `k_cache` is the layer's own `k_cache_3`
     b, t, N, b*t    a size; reads of sizes are not listed, the size stands where it is used
 """
@@ -35,7 +35,7 @@ class Ref:
     Attributes:
         kind: "value", "carried", "input", "weight", "size" or "constant" (a dtype, a device).
         name: as it reads inside its own layer.
-        layer: of a value, its layer; of a weight or input, the layer that its name is relative to.
+        layer: layer of a value, or the layer that the name of a weight or input is relative to.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Line:
         types: a type per result.
         role, by, source: as in the graph.
         rows: row sets of the results, None where a result has none.
-        cut: of a call after which the next stage starts, that stage ("suffix on K rows").
+        cut: the stage that starts after this call ("suffix on K rows"); None where no stage does.
     """
 
     results: tuple[str | None, ...]
@@ -93,7 +93,7 @@ class Listing:
     """A graph as plain values.
 
     Attributes:
-        graph: what is listed.
+        graph: the listed graph.
         sections: in order, layer by layer.
         outputs: per output its reference.
     """
@@ -112,7 +112,7 @@ def listing(graph: Graph) -> Listing:
 
 
 class _Lister:
-    """Walks a graph once, front to back, and names what it meets."""
+    """Walks a graph once, front to back, and names its values."""
 
     def __init__(self, graph: Graph):
         self.graph = graph

@@ -96,10 +96,10 @@ class Block:
     """Calls under one heading of a dump.
 
     Attributes:
-        heading: the place and what is carried there.
+        heading: the place and the values that are carried there.
         layers: first and last layer, or None outside the layers.
         layer: the layer that the lines are of.
-        carried: per carried name, what it is.
+        carried: value of each carried name.
         lines: the calls.
     """
 
@@ -167,7 +167,7 @@ def _block(group: Group, only: int | None) -> Block:
 
 
 def symbols(found: Listing) -> Iterator[tuple[str, str]]:
-    """The symbols that occur in types, and what they mean."""
+    """The symbols that occur in types, and their meanings."""
     kinds = [input_type(s) for s in found.graph.inputs.values()]
     kinds += [kind for section in found.sections for line in section.lines for kind in line.types]
     used = dict.fromkeys(name for kind in kinds for name in re.findall(r"[A-Za-z]\w*", kind.partition("[")[2]))
