@@ -6,7 +6,7 @@
 
 Without `--base` a small random Llama learns the tasks of the embedded models causally first (OUT/base), and is asked
 held-out ones after each conversion. Every arm is a run of `models.training.convert` in a folder of its own, so the same
-command goes on where it was stopped. OUT/table.json holds what is printed.
+command goes on where it was stopped. OUT/table.json holds the figures of the table.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def small_base(folder: Path, small: Small, seed: int = 0) -> None:
 
 
 def run(name: str, args: argparse.Namespace, common: Settings, seed: int) -> dict[str, Any]:
-    """One line of the table: an arm with one seed, trained as far as it is not yet, and measured."""
+    """One line of the table: an arm with one seed, trained to its end unless it is, and measured."""
     settings = replace(common, **ARMS[name], seed=seed)
     base = load_base(args.base, args.mask_token, args.device)
     cuda = base.model.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""A causal class of transformers as the trainer sees a model: what each row sees is said from outside."""
+"""A causal class of transformers as the trainer sees a model: the attention mask comes from outside."""
 
 from __future__ import annotations
 

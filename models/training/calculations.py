@@ -1,10 +1,10 @@
 """Calculations to be done, like those that solutions of word problems note as <<48/2=24>>, with other numbers.
 
-A small model that has learnt from solutions alone knows what to calculate more often than what comes of it, and one
-that has learnt calculations alone does them better than those in a solution: so these are three kinds of documents.
-Some calculations, each with its result; steps in words from a first number on; and sentences of solutions, whose
-results are to be filled in. Where solutions keep their notes, most calculations are written as notes are: learning
-calculations then helps with solutions.
+A small model that has learnt from solutions alone knows the calculation more often than its result. One that has learnt
+calculations alone does them better than those in a solution. So these are three kinds of documents. Some calculations,
+each with its result; steps in words from a first number on; and sentences of solutions, whose results are to be filled
+in. Where solutions keep their notes, most calculations are written as notes are: learning calculations then helps with
+solutions.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def documents(
     Args:
         known: as `expressions` gives them, one at least.
         lines: as `sentences` gives them; without any there are documents of the other kinds.
-        ask: what is added to a question in words, whose answer ends with "#### RESULT".
-        notes: whether answers note each calculation, as solutions do.
+        ask: text that is added to a question in words, whose answer ends with "#### RESULT".
+        notes: True if answers note each calculation, as solutions do.
     """
     for number in numbers:
         rng = random.Random(f"calculations {number}")
@@ -168,7 +168,7 @@ def _listed(known: Sequence[str], rng: random.Random, notes: bool) -> tuple[str,
 
 
 def _filled_in(lines: Sequence[str], rng: random.Random, notes: bool) -> tuple[str, str] | None:
-    """Some sentences without their results, and with them; None if none of those that were drawn can be changed."""
+    """Some sentences without their results, and with them; None if no drawn sentence can be changed."""
     made = [_changed(rng.choice(lines), rng, notes) for _ in range(rng.randint(*SENTENCES))]
     found = [each for each in made if each is not None]
     if not found:
@@ -199,7 +199,7 @@ def _changed(line: str, rng: random.Random, notes: bool) -> tuple[str, str] | No
 
 
 def _in_words(rng: random.Random, notes: bool) -> tuple[str, str]:
-    """Steps from a first number on, and what comes of each."""
+    """Steps from a first number on, and the result of each."""
     value = Fraction(rng.choice((rng.randint(2, 20), rng.randint(10, 120), 10 * rng.randint(2, 90))))
     space, times, over = rng.choice(("", " ", " ")), rng.choice(TIMES), rng.choice(OVER)
     said, done = [rng.choice(BEGIN).format(value)], []

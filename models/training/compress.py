@@ -1,4 +1,4 @@
-"""Store a converted model as a small difference from its base, and say what that loses.
+"""Store a converted model as a small difference from its base, and measure what that loses.
 
     python -m models.training.compress OUT --megabytes 10 --folder models/NAME
     python -m models.training.compress OUT --mean OTHER/small --mean OUT/small --folder models/NAME

@@ -52,19 +52,19 @@ class Settings:
             (LLaDA, arXiv 2502.09992: every row sees every row).
         steps: updates in all, over however many sessions.
         allowed: minutes of training in all, after which it ends before its last step; 0 for no such end. The learning
-            rate falls by what is closer to its end, so that weights then hang on the device's speed.
-        rank: of the product beside each weight (see `low_rank`); 0 trains all weights.
+            rate falls by what is closer to its end, so that weights then depend on the device's speed.
+        rank: rank of the product beside each weight (see `low_rank`); 0 trains all weights.
         block: tokens of a block of the form "block_causal", which divides 32.
         anneal: share of the steps over which the block length doubles from 4 up to `block`, as the warm-up of LLaDA2.0
             grows it (arXiv 2512.15745); 0 for the same length throughout.
         learn_prompts: prompts are masked and learnt, too (see `learning_prompts`).
         by_rate, complementary, shift, smallest_rate, padding_weight, blockwise, later_weight: see `Noise`.
-        rows, length: of a batch, in tokens; a document that is longer is left out.
+        rows, length: size of a batch, in rows and tokens; a document that is longer is left out.
         learnt: tokens of a row that are masked in a step of the form "block_causal", clean copies aside.
         rate: peak of the learning rate, reached after 100 steps; it falls to zero at the last.
-        decay: of matrices.
+        decay: weight decay of matrices.
         held_out: documents that are not trained on, at most a tenth.
-        seed: of data, masks and low-rank factors.
+        seed: seed of data, masks and low-rank factors.
     """
 
     form: str = "block_causal"
@@ -125,11 +125,11 @@ class Base:
     """A causal model to be converted.
 
     Attributes:
-        name: what it was loaded by.
+        name: name that it was loaded by.
         model: a class of transformers, of `dgraph.models.native.NATIVE`.
         tokenizer: with a mask token.
         mask_id, eos_ids: the first of `eos_ids` ends a response.
-        factors: of weights that a difference was added to, the two factors of it; see `low_rank.add_low_rank`.
+        factors: the two factors of the difference that was added to a weight, by name; see `low_rank.add_low_rank`.
     """
 
     name: str
@@ -178,7 +178,7 @@ def load_base(name: str, mask: str | None = None, device: str = "cpu", begin: Pa
 
 
 def documents_of(base: Base, pairs: Sequence[Pair], settings: Settings, task: int = 0) -> list[Document]:
-    """The documents of pairs, but of those of which no whole block has a token of the response.
+    """Make documents of pairs; drop those of which no whole block has a token of the response.
 
     task: the number of the file that they are from.
     """
@@ -256,10 +256,10 @@ class Conversion:
 
     Args:
         base: whose model is changed in place; it must be as it was loaded.
-        settings: of the run.
+        settings: settings of the run.
         documents: all of them; see `divide`.
         dense, compiled: see `Trainer`.
-        autocast: what products are computed in.
+        autocast: dtype of products.
         times: see `Passes`.
         ranks: processes that train it together, each on a part of every batch's rows. Weights are those of one rank,
             but for the order of sums.

@@ -19,7 +19,7 @@ from .tokenizer import EOS_ID, MASK_ID, PAD_ID
 
 @dataclass
 class Decoded:
-    """One sequence's response: ids up to its first end token (left out), and what decoding it took.
+    """One sequence's response: ids up to its first end token (left out), and counts of its decoding.
 
     steps: denoising forwards; committed: tokens they committed, end padding too; output: tokens a reader gets,
     the first end token included; blocks: finished blocks.

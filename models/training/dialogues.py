@@ -1,8 +1,8 @@
-"""Dialogues that a chat model writes itself: what it is made a diffusion model with, so that nothing else changes.
+"""Dialogues that a chat model writes itself, for its conversion: so nothing else about it changes.
 
-The model is given the beginning of its chat form and writes the user's turn, too (Magpie, arXiv 2406.08464); or that of
-the user's turn as well, such as "Who wrote", for short questions that it would rarely ask itself; or the prompts are
-given and it writes the answers alone.
+There are three ways. The model is given the beginning of its chat form and writes the user's turn, too (Magpie, arXiv
+2406.08464). Or it is given the beginning of the user's turn as well, such as "Who wrote", for short questions that it
+would rarely ask itself. Or the prompts are given and it writes the answers alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROMPT_TEMPERATURE, TEMPERATURE = 1.0, 0.7
 
 @dataclass(frozen=True)
 class Frame:
-    """Ids around a user's turn: what is before it, and what is between it and the answer, whose first ends it."""
+    """Ids around a user's turn: ids before it, and ids between it and the answer, of which the first ends it."""
 
     before: list[int]
     after: list[int]
@@ -98,9 +98,9 @@ def write(
         rows: dialogues of a batch.
         ranks: processes that write together, each every `ranks.world`-th batch. Rank 0 writes the file, which is that
             of one rank.
-        temperature: of the answers, above 0. The lower it is, the more likely and the more alike they are.
+        temperature: temperature of the answers, above 0. The lower it is, the more likely and the more alike they are.
         openings: texts with which the user's turns of every other batch begin, one after the other, where the model
-            asks itself. Such turns go on at the temperature of answers: what is likely is asked.
+            asks itself. Such turns go on at the temperature of answers: likely questions are asked.
 
     Raises:
         InputError: a temperature of 0 or less; openings beside prompts, or an empty one; a base without a chat

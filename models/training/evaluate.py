@@ -35,7 +35,7 @@ NEW_TOKENS = {"sdar": 96, "llada": RESPONSE_LENGTH}
 TEXT_PROMPT_TOKENS, TEXT_TOKENS = 384, 128
 """Longest prompt and length of the response on open text."""
 NEEDLE_LENGTHS = {"sdar": (64, 128), "llada": (128, 256, 384, 512)}
-"""Prompt tokens of the retrieval table by family: what it was trained on."""
+"""Prompt tokens of the retrieval table by family: the lengths that it was trained on."""
 DEPTHS = 5
 TASK_NEEDLE_LENGTH = 128
 """Prompt tokens of the retrieval task's longest prompts; longer ones of the table are stored besides."""

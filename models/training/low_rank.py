@@ -68,8 +68,8 @@ def add_low_rank(
     """Train only parts of `model`, a causal class of transformers: a product of `rank` beside the weight of each linear
     map of the layers, all vectors (norms, biases), and the embedding of the mask.
 
-    factors: by name, products that a weight has in it already, and that its own begins as: without this, what is
-        trained beside them would have twice the rank.
+    factors: by name, products that a weight has in it already, and that its own begins as. Without them the sum of old
+        and new products would have twice the rank.
     """
     vectors = [p for p in model.parameters() if p.dim() == 1]
     model.requires_grad_(False)

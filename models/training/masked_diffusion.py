@@ -60,9 +60,9 @@ def mask_chance(
     smallest_rate: float = SMALLEST_RATE,
 ) -> tuple[Tensor, Tensor]:
     """f32 [rows, length], each token's chance to be masked, were it of a response, drawn per document; and bool of the
-    same shape, whether it is in a block after the current one of a document that is noised block by block.
+    same shape, True in a block after the current one of a document that is noised block by block.
 
-    Without reading a size from the device: no document has fewer than eight tokens, and the last place of each table
+    No size is read from the device: no document has fewer than eight tokens, and the last place of each table
     is that of padding, whose document is -1. Rates are spread evenly over the documents of a batch.
     """
     length, device = batch.tokens.shape[1], batch.tokens.device

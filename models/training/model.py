@@ -155,7 +155,7 @@ class Backbone(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Decoder whose caller says what each row sees. Initial weights: normal, std 0.02, smaller before a residual."""
+    """Decoder whose caller gives the attention mask. Initial weights: normal, std 0.02, smaller before a residual."""
 
     def __init__(self, config: TinyConfig) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class Noise:
         mask_id: id that stands for a masked token.
         block: rows of a diffusion block, which divides the block that documents are padded to.
         smallest_rate: lower end of the masking rate t.
-        padding_weight: of the padding after a response; a token of the response has 1.
+        padding_weight: weight of the padding after a response; a token of the response has 1.
         by_rate: losses are divided by t, which makes their sum a bound on the likelihood (LLaDA, arXiv 2502.09992,
             equation 3); if not, it is the plain mean over masked tokens.
         complementary: each noisy block comes twice, and the second one masks the tokens that the first one shows. So
@@ -44,10 +44,10 @@ class Noise:
         shift: 0 where row i predicts token i. 1 where it predicts token i + 1, as the autoregressive model did that a
             diffusion model is made from (Dream, arXiv 2508.15487); the first token of a block is then predicted by
             the last clean row before it (Fast-dLLM v2).
-        blockwise: of a bidirectional model, the share of documents that are noised as block-by-block decoding meets
+        blockwise: for a bidirectional model, the share of documents that are noised as block-by-block decoding meets
             them: earlier blocks clean, later ones all masked.
-        later_weight: in these, of tokens in blocks after the current one, which are not decoded yet; 0 learns the
-            current block alone.
+        later_weight: in these, weight of tokens in blocks after the current one, which are not decoded yet; 0 learns
+            the current block alone.
     """
 
     mask_id: int = MASK_ID
@@ -158,7 +158,7 @@ def block_diffusion(batch: Batch, noisy_blocks: int, generator: torch.Generator,
 
     Where a row has more response blocks, those to learn are drawn at random; where it has fewer, the rest of the
     noisy part carries no weight. Per block t ~ U(0, 1), stratified over the batch; each response token is masked
-    with probability t. Prompt tokens of a block stay visible. See `Noise` for what else can be chosen.
+    with probability t. Prompt tokens of a block stay visible. See `Noise` for other choices.
     """
     rows, length = batch.tokens.shape
     device, size = batch.tokens.device, noise.block
@@ -204,9 +204,10 @@ def block_diffusion(batch: Batch, noisy_blocks: int, generator: torch.Generator,
 
 
 def weighed(weights: Tensor, masked: Tensor, rate: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Weights of the losses of masked tokens, and what their weighted sum is divided by.
+    """Weights of the losses of masked tokens, and the divisor of their weighted sum.
 
-    weights f32 [R, P]: of the tokens by kind; masked bool [R, P]; rate f32 [R, P]: the chance that each was masked.
+    weights f32 [R, P]: weights of the tokens by kind; masked bool [R, P]; rate f32 [R, P]: the chance that each was
+    masked.
     """
     if noise.by_rate:
         return weights * masked / rate, weights.sum()

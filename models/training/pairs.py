@@ -154,9 +154,9 @@ class Pairs(Dataset[Batch]):
     """Batches of one pass over documents: item i depends on the seed, the pass and i alone.
 
     Args:
-        documents: of which those longer than `length` are left out; `left_out` counts them.
-        rows, length: of a batch, in tokens.
-        seed, epoch: of the order.
+        documents: those longer than `length` are left out; `left_out` counts them.
+        rows, length: size of a batch, in rows and tokens.
+        seed, epoch: they determine the order.
     """
 
     def __init__(self, documents: Sequence[Document], rows: int, length: int, seed: int, epoch: int = 0) -> None:

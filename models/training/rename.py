@@ -1,6 +1,6 @@
 """Word problems about other people: the first names that occur are replaced, each by one of the same gender.
 
-A model that is asked one problem many times knows it by its names, and what it learns then says nothing of others.
+A model that is asked one problem many times knows it by its names, and then learns nothing about others.
 """
 
 from __future__ import annotations

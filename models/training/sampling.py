@@ -23,7 +23,7 @@ TOP_P, TOP_K = 0.95, 256
 ROWS_OF_A_GRAPH, KEYS_OF_A_GRAPH = 256, 128
 """Multiples of rows (on CUDA) and of positions that a step works on."""
 LOOK_EVERY = 16
-"""Steps after which it is looked whether all rows have ended."""
+"""Steps between two checks if all rows have ended."""
 PREFILL_TOKENS = 32_768
 """Most tokens of prompts, padding too, that one forward takes."""
 
@@ -38,13 +38,13 @@ class _Layer:
     """Weights of a layer.
 
     Attributes:
-        before, between: of the norms before the attention and before the MLP, [hidden].
-        inputs: of queries, keys and values.
-        heads: of the norm of queries and keys, [heads + kv heads, head dim]; None without one.
-        output: of the attention.
-        wide: of gate and up.
-        activation: of the gate.
-        narrow: down.
+        before, between: weights of the norms before the attention and before the MLP, [hidden].
+        inputs: weight and bias of queries, keys and values.
+        heads: weight of the norm of queries and keys, [heads + kv heads, head dim]; None without one.
+        output: weight and bias after the attention.
+        wide: weight and bias of gate and up.
+        activation: activation of the gate.
+        narrow: weight and bias of down.
     """
 
     before: Tensor
@@ -66,12 +66,12 @@ class _Room:
         start: first position of a row that is no padding, i64[rows].
         ended: bool[rows].
         noise: exponentially distributed, f32[rows, TOP_K].
-        position: of the last token so far, i64[1].
+        position: position of the last token so far, i64[1].
         stop: the token that ends a row, i64[1].
-        inverse: of the temperature, f32[1].
+        inverse: inverse of the temperature, f32[1].
         places: 0, 1, ..., i64[positions].
-        cos, sin: of the rotation by a place, [positions, head dim]; the first half of `sin` is negated.
-        keys, values: of each layer, [rows, kv heads, positions, head dim].
+        cos, sin: tables of the rotation by a place, [positions, head dim]; the first half of `sin` is negated.
+        keys, values: cached ones of each layer, [rows, kv heads, positions, head dim].
     """
 
     ids: Tensor
@@ -93,7 +93,7 @@ class Writer:
 
     Args:
         base: its weights are copied in `dtype`, or shared if they have it; they must stay as they are.
-        dtype: of weights, keys and values; None: bf16 on CUDA, else the model's.
+        dtype: dtype of weights, keys and values; None: bf16 on CUDA, else the model's.
         multiple: row counts are rounded up to one of it; None: 256 on CUDA, else 1.
 
     Raises:
@@ -160,7 +160,7 @@ class Writer:
 
         Args:
             began: ids that each row begins with, one at least.
-            generator: of the model's device.
+            generator: generator of the model's device.
         """
         count, width = len(began), max(map(len, began))
         rows = _up(count, self.multiple)
@@ -242,8 +242,10 @@ class Writer:
         self._graphs[rows, positions].replay()
 
     def _captured(self, room: _Room, rows: int, positions: int) -> torch.cuda.CUDAGraph:
-        """The graph of a step. A step is run before, since libraries set themselves up in their first; what it wrote is
-        taken back or will be written again.
+        """Capture the graph of a step.
+
+        A step is run before, since libraries set themselves up in their first. Its writes are taken back or will be
+        written again.
         """
         current, side = torch.cuda.current_stream(self.device), self._stream
         before = [(tensor, tensor.clone()) for tensor in (room.position, room.ended)]
@@ -259,8 +261,9 @@ class Writer:
         return graph
 
     def _step(self, room: _Room, rows: int, positions: int) -> None:
-        """The next token of the first rows, of which the first positions are read. Nothing here waits for the device
-        or depends on values: it is what is captured.
+        """Write the next token of the first rows, of which the first positions are read.
+
+        Nothing here waits for the device or depends on values: a CUDA graph captures it.
         """
         ids, start, ended = room.ids[:rows], room.start[:rows, None], room.ended[:rows]
         places = room.places[:positions]
@@ -285,8 +288,8 @@ class Writer:
 
         Args:
             ids: i64[n, t].
-            places: of the ids among those of their row, i64[n, t].
-            seen: which positions each id attends to, bool[n, t, positions].
+            places: places of the ids among those of their row, i64[n, t].
+            seen: positions that each id attends to, bool[n, t, positions].
         """
         (n, t), turning = ids.shape, self.heads + self.kv_heads
         group, half = self.heads // self.kv_heads, self.dim // 2
@@ -325,7 +328,7 @@ def draw(logits: Tensor, inverse: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         logits: [rows, vocab].
-        inverse: of the temperature, f32[1].
+        inverse: inverse of the temperature, f32[1].
         noise: exponentially distributed, f32[rows, k].
     """
     probabilities, ids = (logits * inverse).softmax(-1).topk(noise.shape[1])

@@ -1,12 +1,12 @@
-"""A conversion from the base to published folders, as a file that says what is done and a command for each stage.
+"""A conversion from the base to published folders: a file that describes it, and a command for each stage.
 
     python -m models.training.stages smol.json dialogues --out OUT --minutes 9      the base writes them itself
     python -m models.training.stages smol.json train     --out OUT --minutes 9 --model smol_sdar
     python -m models.training.stages smol.json compress  --out OUT                  OUT/NAME/small: what is published
     python -m models.training.stages smol.json evaluate  --out OUT                  tasks, and dialogues under a judge
 
-Each command goes on where it was stopped, on another machine, too, that has OUT; what is done it leaves as it is. The
-first two use several GPUs of a host under `torchrun --nproc-per-node N -m models.training.stages ...`.
+Each command goes on where it was stopped, on another machine, too, that has OUT; finished parts are left as they are.
+The first two use several GPUs of a host under `torchrun --nproc-per-node N -m models.training.stages ...`.
 `models/training/smol.json` is such a file; the problems it names are found from where the command runs. OUT holds:
 
     dialogues.jsonl    as the base wrote them: the first ones are asked in the evaluation and never trained on
@@ -65,11 +65,11 @@ class Plan:
     Attributes:
         base: as `convert` takes it.
         models: models made of it: `Settings` by name of the model.
-        mask_token: of the base; None for the tokenizer's own.
+        mask_token: mask token of the base; None for the tokenizer's own.
         dialogues: number of dialogues that it writes.
         dialogue_rows: number of them at once.
-        temperature: of its answers.
-        seed: of them.
+        temperature: temperature of its answers.
+        seed: seed of the dialogues.
         asked: number of them, from the first on, that are asked in the evaluation and not trained on.
         prompts: JSONL whose prompts are answered; None: the base asks itself.
         openings: beginnings of its questions in every other batch then, in turns.
@@ -87,11 +87,11 @@ class Plan:
         begin: by model, a folder that `compress` wrote, which a new run of it begins with.
         means: by a name of its own, models whose weights are averaged and published as that one (see `compress`): such
             as begin with the same weights.
-        megabytes: of a difference, at most.
+        megabytes: size of a difference in megabytes, at most.
         judge: reads the dialogues, as `dgraph eval --judge` takes it.
         tasks: by a task, how many problems are asked.
-        new_tokens: of an answer, at most.
-        recipe, threshold, backend: of the decoding.
+        new_tokens: tokens of an answer, at most.
+        recipe, threshold, backend: settings of the decoding.
 
     Raises:
         InputError: a value that nothing can be made of.
@@ -183,9 +183,9 @@ class Work:
     """A plan where it is carried out.
 
     Attributes:
-        plan: what is done.
+        plan: plan to carry out.
         out: the folder.
-        device: of all stages.
+        device: device of all stages.
         minutes: after which a session of writing or training ends.
     """
 
@@ -195,7 +195,7 @@ class Work:
     minutes: float = float("inf")
 
     def dialogues(self) -> None:
-        """Write dialogues, and from them and the problems what is asked and what is trained on."""
+        """Write dialogues, and from them and the problems the evaluation questions and the training data."""
         plan, path = self.plan, self.out / dialogues.FILE
         self.out.mkdir(parents=True, exist_ok=True)
         until = time.monotonic() + 60 * self.minutes

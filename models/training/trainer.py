@@ -128,7 +128,7 @@ class Trainer:
         return self.block_mask(inputs.visible, rows, None, length, length, device=self.device)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """The unweighted loss per row [R, P], 0 where a row has no weight: of such rows no logits are made."""
+        """The unweighted loss per row [R, P], 0 where a row has no weight: no logits are made of such rows."""
         learnt = inputs.weights > 0
         chosen = learnt.flatten().nonzero().flatten()
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast != torch.float32):
@@ -138,7 +138,9 @@ class Trainer:
         return torch.zeros_like(inputs.weights).masked_scatter(learnt, losses)
 
     def step(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """One update; the loss before it, and the unweighted loss per row [R, P], as of `forward`: of this rank's rows.
+        """Do one update; return the loss before it, and the unweighted loss per row [R, P].
+
+        The losses per row are those of `forward` for this rank's rows.
 
         Raises:
             InputError: the rows cannot be divided among the ranks.
