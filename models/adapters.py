@@ -35,7 +35,7 @@ def read_adapter(folder: Path, weights: Mapping[str, tuple[str, Tensor]]) -> Ada
     """The adapter of a folder, in the dtype and on the device of the weights that it is for.
 
     Args:
-        folder: of the adapter.
+        folder: folder of the adapter.
         weights: weights that it may be for, by the names that the model's own code has for them. Each has its name in a
             graph, and a tensor [outputs, inputs] of its shape, dtype and device.
 

@@ -1,4 +1,4 @@
-"""Autoregressive classes of transformers as they are: what responses of diffusion models are judged by."""
+"""Autoregressive classes of transformers as they are: they judge the responses of diffusion models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Logits(nn.Module):
 
 
 def causal(name: str, model: Any, tokenizer: FileTokenizer, files: list[Path]) -> Causal:
-    """A causal class of transformers, with its tokenizer and what it was read from."""
+    """A causal class of transformers, with its tokenizer and the files that it was read from."""
     config = model.config
     return Causal(
         name, Logits(model), tokenizer, config.vocab_size, config.max_position_embeddings, model.dtype, tuple(files)

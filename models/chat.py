@@ -41,7 +41,7 @@ class ChatTemplates:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names that a template reads of what it is given."""
+        """Names that a template reads of its arguments."""
         from jinja2 import Environment, meta
         from jinja2.ext import Extension
 

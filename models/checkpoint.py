@@ -73,19 +73,19 @@ def open_weights(
     device: torch.device,
     layout: Layout = as_named,
 ) -> tuple[WeightSource, torch.dtype]:
-    """Let a model on the meta device have hollow parameters, and find in a folder's shards what they stand for.
+    """Give a model on the meta device hollow parameters, and find their weights in a folder's shards.
 
     Args:
         model: with an attribute `config` and a method `tie_weights`.
         folder: with *.safetensors.
         base: as `read_folder` gave it.
-        dtype: of the weights in memory; None for the checkpoint's own.
-        device: where they go.
-        layout: where each tensor of the model is.
+        dtype: dtype of the weights in memory; None for the checkpoint's own.
+        device: device of the weights.
+        layout: names in the checkpoint of each tensor of the model.
 
     Returns:
-        Where to read the weights, those that are tied to another one among them; and their dtype, that of layers whose
-        weights are stored quantised among them.
+        The source of the weights, tied ones included; and their dtype, also that of layers whose weights are stored
+        quantised.
 
     Raises:
         CheckpointError: keys missing or unexpected, shapes that differ; the message names the first few, by the names
@@ -138,10 +138,10 @@ def _embeddings(model: nn.Module) -> list[str]:
 
 
 def make_hollow(model: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Give a model on the meta device hollow parameters, and buffers; what is tied has to be tied again.
+    """Give a model on the meta device hollow parameters, and buffers; tied weights have to be tied again.
 
-    Buffers stay fp32: what biases a choice, and the frequencies of a rotation, need all of their bits. The ones
-    that checkpoints store are zero.
+    Buffers stay fp32: the bias of a choice and the frequencies of a rotation need all of their bits. Buffers that
+    checkpoints store are zero.
     """
     stored = model.state_dict()
     for owner, module in list(model.named_modules()):
@@ -220,7 +220,7 @@ def read_tensors(folder: Path, base: Causal | None = None) -> dict[str, Tensor]:
 
 
 def restore_buffers(model: Any, config: Any, device: torch.device) -> None:
-    """Compute what no checkpoint stores: a model built on the meta device has no rotary frequencies yet."""
+    """Compute buffers that no checkpoint stores: a model built on the meta device has no rotary frequencies yet."""
     for module in list(model.modules()):
         names = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if names:

@@ -43,7 +43,7 @@ def compress(
 
     Args:
         base: f32.
-        bits: of a factor's numbers: 8, each component with a scale of its own, or 16.
+        bits: bits of a factor's numbers: 8, each component with a scale of its own, or 16.
         device: where matrices are decomposed.
 
     Raises:
@@ -175,7 +175,7 @@ def write(folder: Path, parts: Parts, base: str, tensors: Mapping[str, Tensor], 
     Args:
         base: what `dgraph.causal.load_causal` takes; a path is that from `folder`, or absolute.
         tensors: the base's.
-        dtype: of the weights that are restored.
+        dtype: dtype of the weights that are restored.
     """
     from safetensors.torch import save_file
 
@@ -199,7 +199,7 @@ def read(folder: Path, loaded: Causal) -> dict[str, Tensor]:
 
 
 def read_factors(folder: Path, loaded: Causal) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """A folder's weights in fp32, and by name those factors of which products are in them; see `read`."""
+    """A folder's weights in fp32, and by name the factors whose products are in them; see `read`."""
     base = tensors_of(loaded.module.model)
     parts = read_parts(folder, base)
     names = [part.removesuffix("/left") for part in parts if part.endswith("/left")]

@@ -96,7 +96,7 @@ class Config:
         """From the keys of a config.json; the text model's may stand at its top.
 
         Raises:
-            CheckpointError: a key is missing, of another type, or asks for what this module does not do.
+            CheckpointError: a key is missing, of another type, or asks for a feature that this module lacks.
         """
         from transformers import DiffusionGemmaTextConfig
 
@@ -355,7 +355,7 @@ class DiffusionGemma(nn.Module):
 
 
 def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The config without what its tokenizer has for a mask: the model never reads one."""
+    """The config without the mask token of its tokenizer: the model never reads one."""
     return {**config, "mask_token_id": FACTS["mask_id"]}
 
 

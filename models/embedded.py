@@ -30,8 +30,9 @@ class HeldOut:
 
     @property
     def _hard(self) -> dict[str, tuple[str, dict[str, int]]]:
-        """The generator of each hard task, and what it is given: beyond what was trained on, as far as a model still
-        has a third to four fifths of the answers right.
+        """The generator of each hard task, and its options.
+
+        They are harder than the training data, as far as a model still has a third to four fifths of the answers right.
         """
         fewest, most = self.pairs
         return {

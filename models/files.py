@@ -1,4 +1,4 @@
-"""The files of a checkpoint folder that hold its weights, chosen as transformers chooses them, and what they hold.
+"""The files of a checkpoint folder that hold its weights, chosen as transformers chooses them, and the tensors in them.
 
 model.safetensors goes before an index with its shards, and either before the pickles of torch. Names that transformers
 does not look for by itself come last: shards without an index, a variant (model.fp16.safetensors), any single file. All
@@ -35,9 +35,9 @@ def weight_files(folder: Path, named: object = None, stem: str = MODEL) -> list[
     """The files that hold a folder's weights.
 
     Args:
-        folder: of a checkpoint.
+        folder: folder of a checkpoint.
         named: the file, or the index of the files, that config.json names (`transformers_weights`).
-        stem: how the names of files begin.
+        stem: beginning of the names of files.
 
     Raises:
         CheckpointError: there are none, several that none of the names above chooses from, or some of a set are

@@ -13,7 +13,7 @@ from dgraph.families import ChatTokenizer, check_text
 from dgraph.models.tokenizer import adopt_tokenizer, read_tokenizer
 
 _OPEN, _CLOSE = "\U000f5e5e", "\U000f5e5f"
-"""Around the number of a special token that is text; of a private plane, which no text has a reason to use."""
+"""Around the number of a special token that is text: of a private plane, which no text has a reason to use."""
 
 
 def tokenizer_from(given: object) -> ChatTokenizer | None:

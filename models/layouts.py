@@ -1,5 +1,5 @@
-"""Published layouts of quantised weights: which tensors each stores of a layer, and what they are as values, scales and
-zeros (`dgraph.quantised`).
+"""Published layouts of quantised weights: the tensors that each stores of a layer, as values, scales and zeros
+(`dgraph.quantised`).
 
     compressed-tensors  weight, or weight_packed (int32, eight 4-bit numbers of neighbouring columns in a word)
     fp8                 weight, weight_scale_inv of blocks (DeepSeek-V3)
@@ -39,8 +39,8 @@ class Quantised:
     """A weight as a checkpoint stores it, in the place of its tensors.
 
     Attributes:
-        shape: of the weight.
-        format: how it is stored.
+        shape: shape of the weight.
+        format: its form in storage.
         parts: values, scales, and zeros if there are any, as `dgraph.quantised.QuantisedWeight` has them.
     """
 
@@ -105,8 +105,8 @@ class Module:
 
         Args:
             leaf: the last part of its name.
-            dtypes: one of which it has.
-            shape: which it has; None for any of two dimensions.
+            dtypes: dtypes that it may have.
+            shape: its shape; None for any of two dimensions.
 
         Raises:
             CheckpointError: missing, or another dtype or shape.
@@ -160,7 +160,7 @@ def weight(kind: str, shape: tuple[int, int], block: tuple[int, int], *parts: St
 
 
 def _float(tensor: Tensor, transposed: bool = False) -> Made:
-    """f32 of a tensor, or of what it is the other way round."""
+    """A tensor in f32, transposed if asked."""
     shape = tuple(reversed(tensor.shape)) if transposed else tuple(tensor.shape)
     return Made(shape, torch.float32, lambda: (tensor.t() if transposed else tensor).float())
 
@@ -267,7 +267,7 @@ def _as_bytes(words: Tensor, columns: int, bits: int) -> Stored:
 
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] of unsigned numbers as what is stored of each: 0..15 of 4 bits, or int8 around 0."""
+    """int32 [rows, words] of unsigned numbers as the stored number of each: 0..15 of 4 bits, or int8 around 0."""
     # Of one column torch calls strides contiguous by which words are no bytes side by side.
     as_bytes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return unpacked(as_bytes) if bits == 4 else _around_zero(as_bytes)
@@ -366,7 +366,7 @@ def gptq(settings: Mapping[str, Any]) -> Layout:
 
 
 def _gptq_scheme(settings: Mapping[str, Any]) -> tuple[int, int, tuple[int, int]]:
-    """Bits of a number, what stored zeros are less than zeros, and the block of a scale."""
+    """Bits of a number, the amount by which stored zeros are too small, and the block of a scale."""
     bits = _require(settings, "gptq", "bits", (4, 8), 4)
     less = 1 - int(_require(settings, "gptq", "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2")
     return bits, less, _group(settings, "group_size")

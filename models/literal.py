@@ -9,16 +9,16 @@ from functools import cached_property
 from typing import Any
 
 _OPEN, _CLOSE = "\U000f5e5e", "\U000f5e5f"
-"""Around the number of a special token; of a private plane, which no text has a reason to use."""
+"""Characters around the number of a special token, of a private plane, which no text has a reason to use."""
 
 
 class Literals:
     """Marks for special tokens that are text, and a tokenizer that reads texts with marks.
 
-    A mark survives a chat template, so that what the template writes can be told from what it was given.
+    A mark survives a chat template, so that text of the template can be told from its arguments.
 
     Args:
-        tokenizer: of the package tokenizers.
+        tokenizer: tokenizer of the package tokenizers.
         special: special tokens as they are written, longer ones first.
     """
 
@@ -48,7 +48,7 @@ class Literals:
         return len(self._tokens.findall(text))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text in which what is marked is text, and what is written is a special token."""
+        """Ids of a text in which marked tokens are text, and written ones are special tokens."""
         swapped = self._both.sub(self._swap, text)
         return list(self._reader.encode_batch_fast([swapped], add_special_tokens=False)[0].ids)
 

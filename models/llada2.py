@@ -70,7 +70,7 @@ class Config:
         """From the keys of a config.json, in which a null counts as absent, but for num_shared_experts: none.
 
         Raises:
-            CheckpointError: a key is missing, of another type, or asks for what this module does not do.
+            CheckpointError: a key is missing, of another type, or asks for a feature that this module lacks.
         """
         try:
             rope = section(keys, "rope_parameters")

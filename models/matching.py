@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from dgraph.errors import CheckpointError, warn
 from dgraph.models.layouts import Quantised
 
-# The names in a checkpoint of what each tensor of a model consists of, given the model and the names that are there.
+# The names in a checkpoint of the tensors that make each tensor of a model, given the model and the names there.
 Layout = Callable[[nn.Module, Container[str]], Mapping[str, Sequence[str]]]
 
 _PREFIX = "model"
 """The attribute of classes of transformers for the base model; the names of its own checkpoint leave it out."""
 _COMPUTED = (r"(^|\.)rotary_emb\.", r"(^|\.)position_ids$")
-"""Buffers of older classes, which are computed from the config now; what transformers passes over."""
+"""Buffers of older classes, which are computed from the config now; transformers passes over them."""
 
 
 def as_named(model: nn.Module, there: Container[str]) -> dict[str, list[str]]:
@@ -42,8 +42,8 @@ def with_own_prefix(tensors: Mapping[str, Tensor], model: nn.Module, layout: Lay
 
     Args:
         tensors: as they are stored.
-        model: that asks for them.
-        layout: by which names.
+        model: model that asks for them.
+        layout: names that it asks for.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '') or _PREFIX}."
     kinds: tuple[Container[str], ...] = (), _Everything()  # experts apart, and stacked
@@ -72,8 +72,8 @@ def match(
             patterns of its `_keys_to_ignore_on_load_unexpected`, if it has them.
         layout: its names -> the names of what each consists of; of a stack [items, rows, columns] the blocks of each
             item one after the other, all with the same number of rows.
-        tensors: what there is.
-        what, advice: how a message begins and ends.
+        tensors: tensors that there are.
+        what, advice: beginning and end of a message.
 
     Raises:
         CheckpointError: a name is missing or unexpected, or a tensor is not of the shape or kind expected.

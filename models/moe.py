@@ -190,13 +190,13 @@ class MoEFamily:
 
     Attributes:
         name, summary: of the family.
-        classes: how config.json's `architectures` and model objects may name its class.
+        classes: names of its class in config.json's `architectures` and in model objects.
         facts: fields of `ModelSpec` of the published checkpoints; see `RemoteCodeFamily`.
         build: a model on the meta device from its config's keys and what they were read from; it has the attribute
             `config`. Raises CheckpointError for a config that describes none.
         translate: its config (and its folder's path, "" for a model object) with what the name says.
         wrap: a built model as a module that can be captured.
-        prefix: where `wrap` keeps the model, before every weight's name.
+        prefix: path at which `wrap` keeps the model, before every weight's name.
         tiny: keys of the config in which a tiny model of the family differs from others'.
         hints: see `dgraph.families.Model`.
     """

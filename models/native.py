@@ -113,8 +113,8 @@ def with_ids(
     Other ids are those of the generation config, which `generate` goes by; else of the config, else of the tokenizer.
 
     Args:
-        config, generation, tokenizer: ids by their names in a config ("eos_token_id", ...), and what else the config
-            says.
+        config, generation, tokenizer: ids by their names in a config ("eos_token_id", ...), and all other keys of
+            the config.
     """
     said = (generation, config, tokenizer)
     ends = dict.fromkeys(id for one in said for id in _listed(one.get("eos_token_id")))
@@ -157,7 +157,7 @@ def native_spec(
     Args:
         config: with the attributes of a native class, and of the model's own config where it has more.
         family: name for the spec.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         published: facts of the family's published checkpoints; they hold where the config is silent. None for one in
             which these differ.
         facts: fields of the spec that override both.
@@ -219,7 +219,7 @@ def _ends(ids: Sequence[Any], vocab: int) -> tuple[Any, ...] | None:
 
 
 _OF_DIFFUSION = ("mask_token_id", "block_size", "block_length", "attention", "encoding", "next_token", "noise")
-"""Keys of a config that a model has which was trained to fill masks, and facts that say so."""
+"""Keys of the config of a model that was trained to fill masks, and facts that say so."""
 
 
 def _warn_of_causal(name: str, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

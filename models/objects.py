@@ -18,7 +18,7 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     """The JSON object of a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         what: that it is an object with, for messages.
 
     Raises:
@@ -61,11 +61,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def describing(source: str, kind: str) -> Iterator[None]:
-    """Raise `CheckpointError` where what reads a config meets a value of a type or size that it does not expect.
+    """Raise `CheckpointError` where the reader of a config meets a value of a type or size that it does not expect.
 
     Args:
-        source: what the config was read from.
-        kind: of the model that it does not describe, then.
+        source: source of the config, for the message.
+        kind: kind of model that the config should describe, for the message.
     """
     try:
         yield

@@ -45,8 +45,8 @@ def find_quantised(
     Args:
         tensors: as they are stored.
         settings: see `settings_of`.
-        what: how a message begins.
-        embeddings: which of the names of weights that are there are vectors of ids.
+        what: beginning of a message.
+        embeddings: of the names of weights that are there, the names of tables that look up ids.
 
     Raises:
         CheckpointError: a method or layout that is not known; a tensor is missing, or not of the shape or dtype that
@@ -87,14 +87,13 @@ def find_quantised(
 def without_zero_biases(
     tensors: Mapping[str, Tensor | Quantised], settings: Mapping[str, Any], asked: Container[str], what: str
 ) -> dict[str, Tensor | Quantised]:
-    """A checkpoint's tensors without the biases of zeros that AutoGPTQ stores of each layer that it quantises, where
-    the model's layer has none.
+    """Drop biases of zeros, which AutoGPTQ stores for each layer that it quantises, where the model's layer has none.
 
     Args:
         tensors: as `find_quantised` gives them.
         settings: see `settings_of`.
-        asked: the names of what the model reads.
-        what: how a message begins.
+        asked: names of the tensors that the model reads.
+        what: beginning of a message.
 
     Raises:
         CheckpointError: such a bias is not zero. The message names the first few.

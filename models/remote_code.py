@@ -1,4 +1,4 @@
-"""Families whose checkpoints bring modelling code of their own for what is, under other names, a native class.
+"""Families whose checkpoints bring modelling code of their own for a native class under other names.
 
 Nothing of that code is run: the config is translated, the parameters are renamed, and the native class holds the
 tensors. A model object that such code made is adopted the same way, its tensors shared.
@@ -35,7 +35,7 @@ def as_it_is(config: dict[str, Any], folder: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class RemoteCodeFamily:
-    """One family, described by what differs from its native class.
+    """One family, described by its differences from its native class.
 
     Attributes:
         name, summary: of the family.
@@ -44,7 +44,7 @@ class RemoteCodeFamily:
         facts: fields of `ModelSpec` of the published checkpoints; they hold where a config is silent. A block length of
             None: checkpoints differ in it, so the caller is asked.
         translate: its config (and its folder's path, "" for a model object) to one in the native class's keys;
-            raises CheckpointError, with the key's name, for what the native class cannot represent.
+            raises CheckpointError, with the key's name, for a value that the native class cannot represent.
         stored: a native parameter's name to its own.
         tiny: keys of the native class's config in which a tiny model of the family differs from others'.
         hints: see `dgraph.families.Model`.

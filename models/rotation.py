@@ -18,7 +18,7 @@ _BY_LENGTH = {
     "there it changes nothing.",
     "longrope": "Load a checkpoint with one of the kinds above.",
 }
-"""Kinds whose frequencies change with the length of a sequence, and what can be done."""
+"""Kinds whose frequencies change with the length of a sequence, and advice for each."""
 
 
 def check_rotation(config: Mapping[str, Any], source: str) -> None:
@@ -26,7 +26,7 @@ def check_rotation(config: Mapping[str, Any], source: str) -> None:
 
     Args:
         config: in the keys of a native class, old (`rope_scaling`) or new (`rope_parameters`).
-        source: what it was read from, for messages.
+        source: source of the config, for messages.
 
     Raises:
         CheckpointError: an unknown kind, one that depends on the length of a sequence, or no object; the message names
@@ -72,7 +72,7 @@ def check_width(model: nn.Module, head_dim: int, source: str) -> None:
     Args:
         model: on any device.
         head_dim: dimensions of a head.
-        source: what its config was read from.
+        source: source of its config, for messages.
     """
     for name, buffer in model.named_buffers():
         if name.endswith("rotary_emb.inv_freq") and 2 * len(buffer) != head_dim:

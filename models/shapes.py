@@ -1,4 +1,4 @@
-"""Published shapes with random weights, built straight on a device: what speed is measured on without a download."""
+"""Published shapes with random weights, built straight on a device: models to measure speed without a download."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def random_model(
     Args:
         name: a key of `SHAPES`.
         device, dtype: where and as what the weights are made; nothing passes through the host.
-        seed: of the weights.
+        seed: seed of the weights.
         opened: make none yet: ranks that divide the model make their parts of it, see `dgraph.load`.
         changes: config keys to override, e.g. `num_hidden_layers=4`, or facts of the family, e.g. `block_length=`.
             A shape of LLaDA or Dream is that of a bidirectional model; to decode it in blocks whose keys and values
@@ -245,8 +245,8 @@ class Drawn(WeightSource):
     """Random weights, each drawn by itself: parts are those of one whole model, on any rank.
 
     Args:
-        model: whose weights.
-        seed: of all of them.
+        model: model whose weights are drawn.
+        seed: seed of all of them.
     """
 
     def __init__(self, model: nn.Module, seed: int):

@@ -181,7 +181,7 @@ def held_out(task: str, count: int, seed: int = 0, **options: Any) -> list[Examp
 
 
 def matches(example: Example, text: str) -> bool:
-    """Exact match: what follows the last '####' where the answer has one, the whole text otherwise.
+    """Exact match: the text after the last '####' where the answer has one, the whole text otherwise.
 
     Both sides are stripped of surrounding white space; a text without the '####' the answer has does not match.
     """

@@ -28,7 +28,7 @@ KEYS: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": EOS,
 }
-"""Config keys that tiny models share; a family changes what it must."""
+"""Config keys that tiny models share; a family changes the keys that it must."""
 FACTS: dict[str, Any] = {"mask_id": MASK, "eos_ids": (EOS,), "pad_id": EOS, "block_length": BLOCK}
 """Facts of `ModelSpec` of every tiny model."""
 
@@ -48,7 +48,7 @@ def build_tiny(build: Callable[[Mapping[str, Any], str], Any], keys: Mapping[str
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, seed: int) -> None:
-    """Weights for a decode that is not trivial.
+    """Draw weights for a decode that is not trivial.
 
     A block starts as equal mask embeddings: only a sharp, position-dependent attention and a small mask embedding tell
     its rows apart. The head is scaled so that the highest probabilities spread from about 0.3 to 0.99. A threshold of

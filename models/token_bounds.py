@@ -9,7 +9,7 @@ from typing import Any
 _COMPOSED = 3
 """The most that NFC shortens a text in UTF-8: U+212A, of three bytes, becomes one."""
 BYTE_NAMES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-"""As vocabularies write the bytes of what is not in them."""
+"""Names in vocabularies for the bytes of characters that are not in them."""
 
 
 def longest_token(tokenizer: Any) -> int | None:
@@ -18,7 +18,7 @@ def longest_token(tokenizer: Any) -> int | None:
     None: there is no bound, since the tokenizer leaves parts of texts out, or takes long ones for one unknown token.
 
     Args:
-        tokenizer: of the package tokenizers.
+        tokenizer: tokenizer of the package tokenizers.
     """
     described = json.loads(tokenizer.to_str())
     model, splits = described["model"], list(_steps(described["pre_tokenizer"], "pretokenizers"))

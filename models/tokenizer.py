@@ -22,7 +22,7 @@ class FileTokenizer:
     """A tokenizer that came in a file, with its chat template.
 
     Args:
-        tokenizer: of the package tokenizers.
+        tokenizer: tokenizer of the package tokenizers.
         template: the chat template, or several by name; "" for none.
         names: special tokens by the names that a template writes them by ("eos_token", ...).
         tidy: makes text of what the tokenizer decodes; None: it is text.
@@ -89,11 +89,11 @@ class FileTokenizer:
     ) -> list[int]:
         """Ids of a conversation, as `apply_chat_template` of transformers gives them.
 
-        A special token in what is given is text, not the token. Without a template a turn is a line "role: content".
+        A special token in an argument is text, not the token. Without a template a turn is a line "role: content".
 
         Args:
-            messages: each with "role" and "content", a text or a list of text parts, and what else the template reads
-                ("tool_calls", "reasoning_content", ...).
+            messages: each with "role" and "content", a text or a list of text parts, and all else that the template
+                reads ("tool_calls", "reasoning_content", ...).
             add_generation_prompt: end where the assistant's next turn begins.
             continue_final_message: end within the last message, which the response goes on with.
             tools, documents: for the template; tools are objects as OpenAI has them.
@@ -136,7 +136,7 @@ class FileTokenizer:
         return self._begun(self.encode_parts(texts))
 
     def encode_part(self, text: str) -> list[int]:
-        """`encode_text` of a part of a text, which other ids come before: without those that a text begins with."""
+        """`encode_text` of a part of a text that follows other ids: without ids that every text begins with (BOS)."""
         return self.encode_parts([text])[0]
 
     def encode_parts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -229,7 +229,7 @@ class FileTokenizer:
         return found
 
     def _encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts in which special tokens are such, and what is marked is text.
+        """Ids of texts in which special tokens are such, and marked ones are text.
 
         Text from which the tokenizer makes a special token in another way, as by a normalizer, is text as well.
         """
@@ -358,7 +358,7 @@ def _backend(tokenizer: Any) -> Any:
 def _wrapped(tokenizer: Any, backend: Any, template: str = "") -> FileTokenizer:
     """A tokenizer of transformers over its fast form, which never cuts texts, or fills them up, whatever its file says.
 
-    template: of a chat, where the tokenizer has none.
+    template: chat template, where the tokenizer has none.
     """
     backend.no_truncation()
     backend.no_padding()
