@@ -1,6 +1,10 @@
-"""Many requests in one packed step: which of them take part is decided here, on the host, without tensors.
+"""Serve many requests in one packed step: the host decides, without tensors, which of them take part.
 
-`jobs` has the values that pass between the engine and its scheduler, `scheduler` the queue and the running requests,
-`policies` who is admitted and in which order rows are given out, `costs` how long a step takes, `load` traces and
-arrivals, `served` what was measured of requests, and `simulate` drives all of it with a virtual clock.
+- `jobs`: the values that pass between the engine and its scheduler.
+- `scheduler`: the queue and the running requests.
+- `policies`: which requests are admitted, and in which order rows are given out.
+- `costs`: how long a step takes.
+- `load`: traces and arrivals.
+- `served`: what was measured of requests.
+- `simulate`: a simulation that drives all of it with a virtual clock.
 """

@@ -1,4 +1,4 @@
-"""An engine for a session, with defaults for what its caller leaves open."""
+"""Build an engine over a session, with defaults for what its caller leaves open."""
 
 from __future__ import annotations
 
@@ -27,42 +27,43 @@ from dgraph.runtime.stops import Decoder
 
 PAGES = ("block", "life")
 SEQUENCES = {"cpu": 16, "cuda": 64}
-"""Slots of an engine whose caller does not say, by kind of device."""
+"""Default number of slots, by kind of device."""
 TOKENS = 4096
-"""Positions of a sequence at most, if the caller does not say and the model has more."""
+"""Default limit on the positions of a sequence, where the model has more."""
 ROWS = 8192
-"""Rows of a step at most, if the caller does not say and no request needs more."""
+"""Default limit on the rows of a step, where no request needs more."""
 CPU_BYTES = 1 << 30
-"""Memory of keys and values on a CPU, if the caller does not say."""
+"""Default bytes of keys and values on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How large an engine is, and who runs.
+    """Size of an engine, and the policy by which its requests run.
 
     Attributes:
         max_sequences: requests that run at the same time; default 16 on a CPU and 64 on a GPU.
-        max_tokens: positions of a request, prompt and response together; default 4096, or what the model has.
+        max_tokens: positions of a request, prompt and response together; default 4096, or the model's if it has fewer.
         max_batched_rows: rows of one step, of all requests together; default 8192, or max_tokens if that is more.
         max_mixed_rows: rows of prompts in one step, of all requests together, at most what max_batched_rows leaves
-            beside two blocks; 0 for none; default 512. Prompts of a block-causal model that wait are encoded with their
-            first steps, in the forward that all requests share, if they are no more rows than that, and steps have room
-            for them. Else they get a forward of their own, as all do where steps cannot encode them (see
-            `BlockSession.mixes`). Other models forward a prompt with its response anyway.
-        max_logit_rows: rows whose logits exist at a time; default the recipe's. The memory of the others goes to keys
+            beside two blocks; 0 for none; default 512. Waiting prompts of a block-causal model are encoded with their
+            first steps, in the forward that all requests share. That holds if they are no more rows than this, and
+            steps have room for them. Else they get a forward of their own, as all do where steps cannot encode them
+            (see `BlockSession.mixes`). Other models forward a prompt with its response anyway.
+        max_logit_rows: rows whose logits exist at a time; default the recipe's. The memory of other logits goes to keys
             and values.
         kv_bytes: memory of the pool of keys and values, never more than max_sequences of max_tokens need. Default 1 GiB
-            on a CPU; on a GPU what weights, activations and graphs leave (see `dgraph.engine.profile`; the first time,
-            that takes some steps to measure).
-        policy: who runs: "look_ahead", "fcfs", "prefill_first", "static", or an object; see `dgraph.engine.policies`.
-        pages: "block": a request of a block-causal model gets pages as it grows, and when there are none left the
-            youngest gives way and comes back later, with the same tokens; "life": it gets all of them at first. Other
-            models, and recipes that keep packed keys, always get all.
+            on a CPU; on a GPU the memory that weights, activations and graphs leave (see `dgraph.engine.profile`; the
+            first time, measuring it takes some steps).
+        policy: which requests run: "look_ahead", "fcfs", "prefill_first", "static", or an object; see
+            `dgraph.engine.policies`.
+        pages: "block": a request of a block-causal model gets pages as it grows. When no page is left, the youngest
+            request gives way and comes back later, with the same tokens. "life": a request gets all of its pages at
+            admission. Other models, and recipes that keep packed keys, always get all.
         prefix_cache: keep the keys of prompts for others that begin alike; block-causal models alone. Default: unless
             layers with a window let keys go (see `CacheKV`).
         queue: requests that may wait; None for any number.
         block_length: tokens that are denoised together; default the model's.
-        decoding: how most requests will be decoded. On a GPU what lies between their steps is compiled before the pool
+        decoding: how most requests will be decoded. On a GPU the code between their steps is compiled before the pool
             takes the memory; other requests work as well.
         record: record the CUDA graphs that such requests can need before the engine opens, so that none waits while
             one is recorded; False: each when it is first met. It takes seconds, and buckets of another kind than
@@ -125,7 +126,7 @@ def build_engine(
     profiled: Callable[[int, int], Profile],
     scoring: Callable[[], Program],
 ) -> Engine:
-    """An engine over a session's programs and memory; see `build_driver` and `Engine`."""
+    """Build an engine over a session's programs and memory; see `build_driver` and `Engine`."""
     driver = build_driver(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
     questions = Questions(lambda: Scorer(session.spec, scoring, driver.shape.block, session.device))
     return Engine(driver, questions, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
@@ -140,10 +141,10 @@ def build_driver(
     profiled: Callable[[int, int], Profile],
     clock: Callable[[], float] = time.monotonic,
 ) -> Driver:
-    """What an engine has without its thread.
+    """Build the driver of an engine, which runs without the engine's thread.
 
     Args:
-        session: nobody else uses it while the engine is open.
+        session: the programs and memory; no other caller may use it while the engine is open.
         settings: see `EngineSettings`.
         tokenizer: makes text of ids; None for no text.
         prepare: see `Driver`; called with the decoding of most requests.
@@ -219,13 +220,15 @@ def build_driver(
 def _pool_pages(
     session: BlockSession, slots: int, tokens: int, longest: Request, block: int, kv_bytes: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Pages of the pool, and of each of its rings: as many as the memory holds, and no more than slots of so many
-    positions can use. Where it does not hold as many, rings have the same share of theirs as the others of theirs.
+    """Number of pages of the pool, and of each of its rings.
+
+    As many as `kv_bytes` holds, and at most what `slots` sequences of `tokens` positions can use. Where the memory
+    holds fewer, each ring gets the same share of its pages as the other rings.
     """
     kv, spec = session.kv, session.spec
     page_bytes = kv.position_bytes * kv.page_size
     most, begun = slots * kv.pages_for(tokens), ring_pages(longest, block, spec, kv)
-    # One slot prefills its prompt, the others hold what they do after theirs.
+    # One slot prefills its prompt, the others hold the pages that they keep after theirs.
     after = kv.ring_pages(tokens, step_rows(block, spec))
     held = [first + (slots - 1) * pages for first, pages in zip(begun, after, strict=True)]
     share = min(1.0, kv_bytes / max(1, kv.pool_bytes(most, held)))

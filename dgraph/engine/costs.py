@@ -1,4 +1,4 @@
-"""How long a step takes, from what it forwards: what the profiler measures and the simulator goes by."""
+"""Cost model of a step: its seconds, from its rows and keys; the profiler fits it, and the simulator uses it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CostModel:
         seconds: of the products at these; linear between them, constant below the first, and after the last as steep as
             between the last two.
         per_key: seconds per row of keys that attention reads: over all slots of a step, the keys of each once. (A
-            refresh reads them once per tile of its queries; that is part of what its rows cost.)
-        constant: of launches, of the LM head of the few rows that need logits, and of what happens between forwards.
+            refresh reads them once per tile of its queries; that is part of the cost of its rows.)
+        constant: of launches, of the LM head of the few rows that need logits, and of the work between forwards.
 
     Raises:
         InputError: row counts that do not ascend, or as many times as there are not row counts.
@@ -46,7 +46,7 @@ class CostModel:
             raise InputError(f"times of a cost model must not be negative, got {self}.")
 
     def products(self, rows: int) -> float:
-        """Seconds of the products of a step of so many rows."""
+        """Seconds of the products of a step of `rows` rows."""
         if rows <= self.rows[0]:
             return self.seconds[0]
         if len(self.rows) == 1:
@@ -60,10 +60,10 @@ class CostModel:
         return self.constant + self.products(rows) + self.per_key * keys if rows else 0.0
 
     def enough(self, limit: int, times: float = 8.0) -> int:
-        """The fewest rows of a step that takes so many times as long as one of a single row; a limit if none does.
+        """The fewest rows of a step that takes `times` times as long as one of a single row; `limit` if no step does.
 
-        What a step costs whatever it forwards (reading the weights, launches) is then a small part of it: with more
-        requests at a time, steps grow in proportion, and hardly more tokens come out of a second.
+        The fixed cost of a step (reading the weights, launches) is then a small part of it. With more requests at a
+        time, steps grow in proportion, and tokens per second hardly rise.
         """
         seconds = times * self.step(1, 0)
         return bisect.bisect_left(range(1, limit), seconds, key=lambda rows: self.step(rows, 0)) + 1
@@ -113,7 +113,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: str | Path) -> CostModel:
-        """The model in a JSON file: one of its own, or what `dgraph profile --steps --json` wrote.
+        """Read the model in a JSON file: one of its own, or one that `dgraph profile --steps --json` wrote.
 
         Raises:
             InputError: a file that cannot be read, or has no such model.

@@ -1,4 +1,4 @@
-"""What a request will need, as far as its model, plan and decoding say: a `Job` for the scheduler."""
+"""Estimate what a request will need, from its model, plan and decoding: a `Job` for the scheduler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job_of(
     pages_life: int,
     rings: tuple[int, ...] = (),
 ) -> Job:
-    """The job of a request; see `Job` for what its numbers mean.
+    """The job of a request; see `Job` for the meaning of its numbers.
 
     Args:
         number: its id for the scheduler.
@@ -66,7 +66,7 @@ def job_of(
 
 
 def _region_rows(plan: RowPlan, prompt: int, new: int, shift: int) -> int | None:
-    """Rows of a step that is not whole; None where that depends on what the device alone knows."""
+    """Rows of a step that is not whole; None where the device alone knows them."""
     end = torch.tensor([prompt + new])
     view = View(positions=torch.arange(prompt + new), prompt_end=torch.tensor([prompt]), end=end, shift=shift)
     rows = ahead(partial(rows_of, plan.region), view)
@@ -74,7 +74,7 @@ def _region_rows(plan: RowPlan, prompt: int, new: int, shift: int) -> int | None
 
 
 def _refreshes(plan: RowPlan) -> tuple[bool, int]:
-    """Whether every block begins with a whole step, and after how many steps one is due at the latest; 0 for never."""
+    """True if every block begins with a whole step; steps after which one is due at the latest (0: never)."""
     schedule = plan.schedule
     if isinstance(schedule, Counted):
         rounds = [n for n in (schedule.every, schedule.widen) if n]

@@ -1,4 +1,4 @@
-"""The engine's turns: what happens between two steps, in one thread and without waiting for anybody."""
+"""Turns of the engine: the work between two steps, in one thread and without waiting for other threads."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from dgraph.runtime.stops import Decoder
 from dgraph.runtime.transcript import Transcripts
 
 PROMPT_SHARE = 4
-"""Prompts that have a forward of their own get at least one in so many of the rows of a step, since a forward of few
+"""Prompts that have a forward of their own get at least one in `PROMPT_SHARE` of the rows of a step. A forward of few
 rows takes as long as reading the weights does.
 """
 
 
 class Driver:
-    """Takes requests through the slots of a batch, turn by turn.
+    """Take requests through the slots of a batch, turn by turn.
 
-    While a step runs on the device a turn plans the next one from what is known, so facts are one step old where the
+    While a step runs on the device, a turn plans the next one from what is known. So facts are one step old where the
     host plans; the device grants rows by the exact numbers (see `DecodeState.grant`).
 
     Args:
         session: the programs and the memory.
         shape: of the batch.
-        scheduler: decides who runs.
+        scheduler: decides which requests run.
         clock: seconds.
         by_block: see `Batch`.
         prefix: keeps keys of prompts; None not to.
         tokenizer: makes text of ids; None for no text.
-        prepare: lowers what requests that are decoded so need, unless that was done.
+        prepare: lowers what requests with these decodings need, unless that was done.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Driver:
     # -- before a request is taken: in callers' threads, without the engine's lock -------------------------------------
 
     def check(self, chosen: Decoding) -> None:
-        """Raises `InputError` for a decoding that the model cannot be served with."""
+        """Raise `InputError` for a decoding that the model cannot be served with."""
         self._prepare([chosen])
         self.session.check(chosen, self.shape.block)
 
     def fits(self, ticket: Ticket) -> None:
-        """Raises `InputError` for a request that would never fit."""
+        """Raise `InputError` for a request that would never fit."""
         self.scheduler.check(self._job(ticket))
 
     def ticket(
@@ -114,7 +114,7 @@ class Driver:
         priority: int,
         arrived: float | None = None,
     ) -> Ticket:
-        """A request as a ticket. arrived: seconds on the clock by which it is scheduled; None for now."""
+        """Make a ticket of a request. arrived: seconds on the clock by which it is scheduled; None for now."""
         writer = Writer(self.tokenizer, request.decoding.stop, request.decoding.min_tokens)
         times = Served(self.clock() if arrived is None else arrived, math.nan, math.nan, math.nan, 0)
         return Ticket(name, number, request, sink, writer, draft, priority, request, times)
@@ -127,7 +127,7 @@ class Driver:
         self.tickets[ticket.number] = ticket
 
     def plan(self, cancelled: Sequence[int], now: float | None = None) -> Plan:
-        """Decide what the next step is to do; what was cancelled is gone from it.
+        """Decide what the next step is to do, after ending the requests that were cancelled.
 
         now: seconds on the clock by which requests are scheduled; None to look at it.
         """
@@ -138,8 +138,8 @@ class Driver:
         return self.scheduler.plan(self.clock() if now is None else now, self.free_pages, self.free_rings)
 
     def turn(self, plan: Plan) -> Report | None:
-        """Carry a plan out: admit, prefill, finish the step that runs, and launch the next, which may encode prompts
-        as well. None where nothing runs.
+        """Carry out a plan; None if no request runs. Admits and prefills requests, finishes the step that runs, and
+        launches the next, which may encode prompts as well.
         """
         self._admit([self.tickets[job.id] for job in plan.admit if job.id in self.tickets])
         batch = self._batch
@@ -165,7 +165,7 @@ class Driver:
         return report
 
     def follow(self, report: Report) -> None:
-        """Pass on what a report says: tokens that are final, ends, and errors."""
+        """Pass on the contents of a report: tokens that are final, ends, and errors."""
         batch = self._batch
         assert batch is not None
         running = [t for t in self.tickets.values() if t.slot >= 0]
@@ -183,7 +183,7 @@ class Driver:
                 self._hear(ticket, report)
 
     def fail(self, error: Exception) -> None:
-        """End every request with an error, whatever has happened to the batch; then `close`."""
+        """End every request with an error, whatever state the batch is in; then call `close`."""
         for ticket in list(self.tickets.values()):
             self.scheduler.cancel(ticket.number)
             self._last(ticket, "error", "", error)
@@ -228,7 +228,7 @@ class Driver:
                 ticket.cached = batch.running[slot].prefilled
 
     def _refuse_unlike(self, tickets: list[Ticket]) -> None:
-        """End those whose rules cannot be in one batch with those that are, as of two statistics of one name."""
+        """End requests whose rules cannot share the batch of the others, as with two statistics of one name."""
         if self._batch is not None and not self._batch.running and not self._batch.busy:
             self._decodings = []
         rules = {policy_key(kind_of(chosen.rule)): chosen.rule for chosen in self._decodings}
@@ -245,7 +245,7 @@ class Driver:
                 rules[kind] = rule
 
     def _ready_for(self, decodings: list[Decoding]) -> Batch:
-        """The batch, able to decode as these requests ask for as well as for those that run."""
+        """The batch, made ready for the decodings of new requests as well as for those that run."""
         known = {self._like(chosen) for chosen in self._decodings}
         new = {self._like(chosen): chosen for chosen in decodings if self._like(chosen) not in known}
         if self._batch is None:
@@ -263,13 +263,14 @@ class Driver:
 
     @staticmethod
     def _like(chosen: Decoding) -> Any:
-        """Equal for decodings that one batch serves without any change."""
+        """A value that is equal for decodings that one batch serves without any change."""
         sampler = chosen.sampling
         return policy_key(kind_of(chosen.rule)), sampler.temperature > 0, sampler.needs_logits
 
     def _extend(self, batch: Batch) -> None:
-        """Pages for the block that each sequence may be in after the next step. The youngest gives way if there are too
-        few.
+        """Get pages for the block that each sequence may be in after the next step.
+
+        The youngest request gives way if there are too few.
         """
         for ticket in sorted((t for t in self.tickets.values() if t.slot >= 0), key=lambda t: t.number):
             while ticket.slot >= 0:
@@ -282,7 +283,7 @@ class Driver:
                     self._give_way(batch, self.tickets[victim.job.id])
 
     def _give_way(self, batch: Batch, ticket: Ticket) -> None:
-        """Take a request's pages; it comes back later, and says the same."""
+        """Take a request's pages; it comes back later and gives the same tokens."""
         self.totals.preempted += 1
         ticket.times.requeued += 1
         slot = ticket.slot
@@ -302,14 +303,14 @@ class Driver:
         self.scheduler.requeue(ticket.number, self._job(ticket))
 
     def _prompt(self, ticket: Ticket) -> list[int]:
-        """What is prefilled of a request."""
+        """Tokens of a request that are prefilled."""
         request = ticket.going_on
         return request.known[: prefilled_positions(request, self.shape.block, self.session.spec)]
 
     def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> None:
-        """Let the prompts that wait be encoded by their first steps, if these fit into the rows that the other steps of
-        a plan will probably leave. Else run a part of them in its order, with such rows, and never too few to be worth
-        a forward.
+        """Encode the prompts that wait, with their first steps or in a forward of their own. Their first steps encode
+        them if these fit into the rows that the other steps of the plan will probably leave. Else a forward runs a part
+        of them, in the plan's order. It has those rows, and never too few to be worth a forward.
         """
         waiting = [ticket.slot for ticket in members if not batch.running[ticket.slot].ready]
         if not waiting:
@@ -322,13 +323,13 @@ class Driver:
             batch.prefill(max(most // PROMPT_SHARE, left), waiting)
 
     def _keep(self, batch: Batch, tickets: Sequence[Ticket]) -> None:
-        """Keep the prompts of these requests for others, if they are encoded to their end."""
+        """Keep the encoded prompts of these requests for others; prompts with rows left to encode are passed over."""
         for ticket in tickets:
             one = batch.running[ticket.slot]
             if self.prefix is not None and not one.left:
                 self.prefix.add(self._prompt(ticket), self.session.kv.owned(one.handles[0]))
 
-    # -- what the scheduler is told ------------------------------------------------------------------------------------
+    # -- reports to the scheduler --------------------------------------------------------------------------------------
 
     def _tell(self, plan: Plan, members: Sequence[Ticket], encoded: dict[int, int], report: Report) -> None:
         """Tell the scheduler of the step before, whose results the report has; keep what is known of this one.
@@ -388,20 +389,20 @@ class Driver:
 
     @property
     def free_rings(self) -> tuple[int, ...]:
-        """The same of each ring."""
+        """Pages of each ring that a request could get."""
         return tuple(ring.free_pages for ring in self.session.kv.rings.values())
 
-    # -- what callers are told -----------------------------------------------------------------------------------------
+    # -- reports to callers --------------------------------------------------------------------------------------------
 
     def _hear(self, ticket: Ticket, report: Report) -> None:
-        """Pass on what has become final of one request."""
+        """Pass on the tokens of one request that have become final."""
         slot, request = ticket.slot, ticket.request
         ticket.rows = int(report.kept_rows[slot])
         ended = not report.active[slot]
         reach = request.end if ended else settled_end(request, int(report.start[slot]))
         known = len(request.ids) + len(ticket.said)
         ids = self._script.response(slot, known, reach, self.session.spec.eos_ids, request.stops_from)
-        # What comes after them is a stop token, a mask, or nothing.
+        # The next token is a stop token, a mask, or there is none.
         stop = any(token >= 0 for token in self._script.tokens(slot, known + len(ids), reach)[:1])
         ticket.said += ids
         ticket.steps += self._script.steps(slot, known, known + len(ids))
@@ -417,7 +418,7 @@ class Driver:
             ticket.sink(self._event(ticket, text, final, draft))
 
     def _draft(self, ticket: Ticket, report: Report) -> Draft | None:
-        """What a step made of a block, unless it was told of."""
+        """The block as a step left it; None if the request wants no drafts, or has been told of that step."""
         slot, request, step = ticket.slot, ticket.request, int(report.counter[ticket.slot])
         if not ticket.draft or step <= ticket.drafted:
             return None
@@ -428,13 +429,13 @@ class Driver:
         return Draft(first - len(request.ids), shown, sure, kept, step)
 
     def _first_block(self, request: Request) -> int:
-        """Tokens of a response that lie in its first block; one where they come one after the other."""
+        """Tokens of a response that lie in its first block; one under an autoregressive rule."""
         block = 1 if getattr(request.decoding.rule, "autoregressive", False) else self.shape.block
         filled = len(request.ids) % block if self.session.spec.aligned else 0
         return min(block - filled, request.decoding.max_new_tokens)
 
     def _event(self, ticket: Ticket, text: str, final: int, draft: Draft | None = None) -> Event:
-        """Tell of a text, and of the tokens up to so many."""
+        """Event with a text, and the tokens before `final` that were not told yet."""
         new = slice(ticket.told, final)
         ids, steps, sure = tuple(ticket.said[new]), tuple(ticket.steps[new]), tuple(ticket.confidence[new])
         ticket.told = final
@@ -450,8 +451,8 @@ class Driver:
         error: Exception | None = None,
         draft: Draft | None = None,
     ) -> None:
-        """Take a request out, waiting or running, and tell what is left of its response: nothing that is not final,
-        where it did not come to its end.
+        """Take a request out, waiting or running, and tell the rest of its response. Tokens that are not final are left
+        out if the request was cancelled or failed.
         """
         if ticket.slot >= 0:
             assert self._batch is not None
@@ -481,8 +482,8 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Told:
-    """A step that runs: the number of its plan; of each member its number, its slot, the rows that it forwards, and how
-    many of them are its prompt's.
+    """Record of a step that runs. iteration: the number of its plan. members: of each request its number, its slot, the
+    rows that it forwards, and how many of these are rows of its prompt.
     """
 
     iteration: int

@@ -1,4 +1,4 @@
-"""A full step of nobody's requests, made from what a program declares that it reads."""
+"""Dummy steps: inputs for a full forward without requests, made from what a program declares that it reads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from dgraph.shapes import InputSpec, without_window
 class DummyStep:
     """Sequences of one length whose last rows are forwarded.
 
-    All of them share one sequence's pages, so that a step of many rows needs the cache of one sequence: what they write
-    there is nonsense, but of the right size.
+    All of them share one sequence's pages, so that a step of many rows needs the cache of one sequence. The keys and
+    values written there are meaningless, but of the right size.
 
     Attributes:
         rows: of the step.
-        width: rows of a sequence, at most `length`; the last sequence has what is left.
+        width: rows of a sequence, at most `length`; the last sequence has the rest.
         length: positions of a sequence.
         page: positions of a page.
-        keeps: whether no row is dropped on the way, where a method drops rows; else it takes a sequence to have decoded
-            one token per step.
-        kv: what sequences keep of keys and values; None for all.
+        keeps: True: methods that drop rows drop none. False: each sequence counts as having decoded one token per step.
+        kv: the keys and values that sequences keep; None for all.
         vocab: ids, which the rows hold in turn: rows of one id would all go to the same experts.
 
     Raises:
@@ -53,7 +52,7 @@ class DummyStep:
 
     @property
     def sequences(self) -> int:
-        """How many sequences it has."""
+        """Number of sequences."""
         return -(-self.rows // self.width)
 
     @property
@@ -68,7 +67,7 @@ class DummyStep:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the symbols in the shapes of inputs are; see `InputSpec`."""
+        """Sizes by symbol of the inputs' shapes; see `InputSpec`."""
         return {
             "N": self.rows,
             "b": self.sequences,
@@ -140,4 +139,4 @@ _VALUES: dict[str, Callable[[DummyStep], Tensor]] = {
     "key_positions": lambda step: torch.arange(step.length).repeat(step.sequences),
     "cu_keys": lambda step: torch.arange(step.sequences + 1) * step.length,
 }
-"""Of the inputs that the decode loop offers (`dgraph.runtime.offers`), those that are not the same for every row."""
+"""Values of inputs that the decode loop offers (`dgraph.runtime.offers`) and that are not the same for every row."""

@@ -1,4 +1,4 @@
-"""Requests that come and go: an engine that decodes them together, and tells each caller what has become final."""
+"""An engine that decodes requests together as they come and go, and tells each caller which tokens are final."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dgraph.runtime.stops import Decoder
 
 
 class Engine:
-    """Decodes requests in slots, as they come, in a thread of its own. Make one with `Optimized.engine`.
+    """Decode requests in slots, as they come, in a thread of its own. Make one with `Optimized.engine`.
 
         with opt.engine(max_sequences=64) as engine:
             responses = engine.generate(["Sort: b a", "Sort: d c"], max_new_tokens=64)
@@ -48,7 +48,7 @@ class Engine:
         model: its name; recipe: the name of its recipe; spec: the facts of it.
         tokenizer: as the model has it; None for no text.
         encode: ids of a text; raises `InputError` without a tokenizer.
-        occupied: entered while the driver runs, so that nobody else uses the model meanwhile.
+        occupied: entered while the driver runs, so that no other caller uses the model meanwhile.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Engine:
         self._numbers = itertools.count()
         self._loop = Loop(driver, questions, occupied)
         self._wake = self._loop.wake
-        weakref.finalize(self, self._loop.leave).atexit = False  # who lets go of it cannot close it any more
+        weakref.finalize(self, self._loop.leave).atexit = False  # a dropped engine can no longer be closed
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class Engine:
                 them ends the response.
             request_id: unique among requests that have not ended; None to make one.
             priority: higher goes first; a whole number of 32 bits, as is `index`.
-            draft: whether an event tells of every step what it made of the block that is being decoded.
+            draft: True: one event per step shows the block that is being decoded, as the step left it.
             index: of the prompt among others of one seed; draws differ by it.
 
         Raises:
@@ -119,22 +119,24 @@ class Engine:
         return name
 
     def submit_all(self, several: Sequence[Submission]) -> list[str]:
-        """Queue requests at once, all of them or, where this raises, none; their ids. No step is planned with some of
-        them before the rest has come, and the engine goes on while they are checked.
+        """Queue requests at once: all of them or, where this raises, none. Returns their ids.
+
+        No step is planned with some of them before the rest has come. The engine goes on while they are checked.
 
         Raises what `submit` does, and `InputError` for more than may ever wait.
         """
-        self._check_room(len(several))  # first: nobody need look at what is not taken
+        self._check_room(len(several))  # first: requests that are not taken need no check
         return self._queue(several, self._tickets(several))
 
     async def submit_async(self, read: Callable[[], Sequence[Submission]]) -> list[str]:
-        """The same from an event loop, which goes on meanwhile: requests are read and checked in another thread, where
-        a long prompt takes its time, and the first request of its kind compiles. Who is cancelled while he waits has
-        asked for nothing.
+        """Queue requests at once from an event loop, which goes on meanwhile.
+
+        Requests are read and checked in another thread, where a long prompt takes its time, and the first request of
+        its kind compiles. A caller that is cancelled while it waits has queued nothing.
 
         Args:
-            read: gives the requests, in that thread. Reading is here since a turn of each thread is waited for: the
-                engine's own thread, busy between two steps, lets go of the interpreter every 5 ms.
+            read: gives the requests, in that thread. It is called there since threads wait for the interpreter in
+                turns. The engine's own thread, busy between two steps, lets go of it only every 5 ms.
 
         Raises what `submit_all` and `read` do.
         """
@@ -150,8 +152,8 @@ class Engine:
         return [self._ticket(one) for one in several]
 
     def _ticket(self, one: Submission) -> Ticket:
-        """A request that can be served, without an id; raises what `submit` does for one that cannot. Many of these
-        take their time, so nobody holds the lock here.
+        """Make a ticket, without an id, of a request that can be served; raise what `submit` does for one that cannot.
+        Checking many takes its time, so the lock is not held here.
         """
         request = one.checked(self._driver, self._encode)
         sink = GuardedSink(one.sink, self._freed, self.cancel)
@@ -160,7 +162,7 @@ class Engine:
         return ticket
 
     def _queue(self, several: Sequence[Submission], tickets: Sequence[Ticket]) -> list[str]:
-        """Give requests their ids, and give them to the engine, all or none."""
+        """Give requests their ids, and pass them to the engine, all or none."""
         with self._wake:
             self._check_room(len(tickets))
             ids = ChainMap({}, self._ids)
@@ -181,13 +183,13 @@ class Engine:
             self._ids.pop(request_id, None)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request before its next step; whether there was one that had not ended. Its stream ends with the reason
+        """End a request before its next step; True if one of that id had not ended. Its stream ends with the reason
         "cancelled".
         """
         return self._cancel(request_id, self._ids.get(request_id))
 
     def _cancel(self, request_id: str, number: int | None) -> bool:
-        """The same, unless the id is another request's by now."""
+        """Cancel a request, unless its id belongs to another request by now."""
         with self._wake:
             if number is None or self._ids.get(request_id) != number:
                 return False
@@ -196,12 +198,12 @@ class Engine:
         return True
 
     def _unheard(self, event: Event) -> None:
-        """End a request to whose events nobody listens; after the last one its id may be another's."""
+        """End a request whose events have no listener; after its last event, its id may belong to another request."""
         if event.finish_reason is None:
             self.cancel(event.request_id)
 
     def mailbox(self) -> Mailbox:
-        """Makes sinks whose events arrive in the running event loop."""
+        """Mailbox of the running event loop: it makes sinks whose events arrive there."""
         loop = asyncio.get_running_loop()
         if loop not in self._mailboxes:
             self._mailboxes[loop] = Mailbox(loop, weakly(self._unheard))
@@ -219,7 +221,7 @@ class Engine:
         index: int = 0,
         **settings: Any,
     ) -> AsyncIterator[Event]:
-        """Events of one request, as they come; see `submit`. Leaving the loop cancels it.
+        """Stream the events of one request, as they come; see `submit`. Leaving the loop cancels it.
 
         Raises what `submit` does before the first event, and the request's own error in the place of the last one.
         """
@@ -314,8 +316,9 @@ class Engine:
         before: Sequence[int] = (),
         after: Sequence[int] = (),
     ) -> Answer:
-        """The probability of each label in a slot after a prompt, in one forward of the model as published; see
-        `dgraph.runtime.scoring`. It is made between two steps and leaves nothing behind.
+        """Probability of each label in a slot after a prompt; see `dgraph.runtime.scoring`.
+
+        One forward of the model as published, between two steps, gives it and leaves nothing behind.
 
             probabilities = engine.decide("Is the sky green?", [yes, no]).result()
             probabilities = await engine.decide("Is the sky green?", [yes, no], after=full_stop)
@@ -362,7 +365,7 @@ class Engine:
         return answers
 
     def _check_room(self, count: int) -> None:
-        """Raises what `submit` does where so many cannot be queued now, whatever they are."""
+        """Raise what `submit` does if `count` requests cannot be queued now, whatever they are."""
         with self._wake:
             self._open()
             self._driver.scheduler.check_queue(count, len(self._loop.inbox) + len(self._questions))
@@ -414,7 +417,7 @@ class Engine:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The seconds that `Served` is in."""
+        """The clock of the times in `Served`, in seconds."""
         return self._driver.clock
 
     @property
@@ -424,23 +427,23 @@ class Engine:
 
     @property
     def thread(self) -> threading.Thread:
-        """Drives the device, and tells sinks."""
+        """The thread that drives the device and tells sinks."""
         return self._loop.thread
 
     @property
     def alive(self) -> bool:
-        """Whether it takes requests."""
+        """True if the engine takes requests."""
         loop = self._loop
         return loop.dead is None and not loop.closing and loop.thread.is_alive()
 
     @property
     def dead(self) -> Exception | None:
-        """The error that ended it, if one did."""
+        """The error that ended the engine; None without one."""
         return self._loop.dead
 
     @property
     def leads(self) -> bool:
-        """Whether requests are given to this rank: the only one, or rank 0. The others call `join`."""
+        """True if requests are given to this rank: the only one, or rank 0. The others call `join`."""
         return self._loop.leads
 
     def join(self) -> None:
@@ -457,7 +460,7 @@ class Engine:
             raise self._loop.dead
 
     def close(self, drain: bool = False) -> None:
-        """Take no more requests, end those that there are, and give the memory back. On another rank than 0, wait until
+        """Take no more requests, end those that there are, and give the memory back. On a rank other than 0, wait until
         rank 0 does so.
 
         drain: let them finish first; else they are cancelled.

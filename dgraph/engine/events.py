@@ -1,4 +1,4 @@
-"""What an engine tells of a request while it runs."""
+"""Events of a request while an engine runs it, and the response that they add up to."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class Event:
     """A piece of a response. The texts of a request's events, joined, are its response, and so are its ids.
 
     Attributes:
-        request_id: whose.
+        request_id: of the request.
         text: that has become final: nothing of it is ever taken back. "" without a tokenizer.
         token_ids: that have become final.
         step_map: of each of these, the step of the request that committed it, from 1.
         confidence: of each of these, the probability with which it was committed, as the decoding rule saw it; 1 where
             it was given.
-        draft: what a step left of the block that it was about, if the request asked for it: then one event tells of
-            each of its steps. A step that is taken again, since the request gave way to others, is told of once.
+        draft: the block that is being decoded, as a step left it, if the request asked for drafts: one event per step.
+            A step that is repeated, since the request gave way to others, is told of once.
         finish_reason: "stop" (a stop token or text), "length", "cancelled" or "error" in the last event, else None.
         usage: counts so far.
         served: its times on the engine's clock, in the last event.
-        error: what went wrong, where the finish reason is "error".
+        error: the exception, where the finish reason is "error".
     """
 
     request_id: str

@@ -12,18 +12,19 @@ from dgraph.errors import InputError
 NEVER = 1 << 60
 """A number of steps that is never reached."""
 MIXED_ROWS = 512
-"""Rows of prompts of a step at most, if the caller does not say. What they save is reading the weights once more: 4 ms
-of an 8B model on an H200, where a forward of 256 rows takes 6 ms, one of 512 rows 11 and one of 1,024 rows 21 (see
-`LLADA_8B_H200`).
+"""Most rows of prompts in one step, if the caller gives no number.
+
+Prompts that share a step save one more reading of the weights: 4 ms of an 8B model on an H200. There a forward of 256
+rows takes 6 ms, one of 512 rows 11 and one of 1,024 rows 21 (see `LLADA_8B_H200`).
 """
 
 
 def grant(needs: Sequence[int], chunks: Sequence[int], budget: int) -> list[int]:
-    """The rows that a step gives to each slot, in order: the rule that the device follows, too.
+    """Give out the rows of a step to slots, in order; the device follows the same rule.
 
-    A slot takes part while the sum of what was needed up to it stays within the budget. The first one that does not fit
-    gets what is left if it can be cut, in whole chunks, and nothing else. Slots after it sit this step out even where
-    they would fit, so that none overtakes it.
+    A slot takes part while the sum of the needs up to it stays within the budget. The first one that does not fit gets
+    the rows that are left if it can be cut, in whole chunks, and nothing else. Slots after it sit this step out even
+    where they would fit, so that none overtakes it.
 
     Args:
         needs: rows that each slot has to forward, in the order of the plan; 0 for one that has ended.
@@ -41,7 +42,7 @@ def grant(needs: Sequence[int], chunks: Sequence[int], budget: int) -> list[int]
 
 @dataclass(frozen=True)
 class Budgets:
-    """What the requests of one engine share.
+    """Resources that the requests of one engine share.
 
     Attributes:
         rows: of one step, of all slots together.
@@ -76,11 +77,12 @@ class Job:
         refresh_rows: rows of a refresh. For a bidirectional model all rows, prompt and response; for a block-causal one
             the prompt's full blocks, 0 if it has none.
         reuse_rows: rows of any other step, at most: the block, or two where the commit of the last block rides along.
-        chunk: rows at multiples of which a prompt can be cut that is forwarded once (a block, in a block-causal model),
-            in forwards of its own or, uncut, in that of its first step; 0 where refreshes are forwarded whole.
+        chunk: rows at multiples of which a prompt can be cut (a block, in a block-causal model); 0 where refreshes are
+            forwarded whole. A prompt that can be cut is forwarded once: in forwards of its own or, uncut, in that of
+            its first step.
         refresh_blocks: the first step of every block is a refresh; that of the response always is.
-        refresh_every: a refresh is due at the latest so many steps after the last one; 0 for never.
-        steps_per_block: if it is fixed; None where a threshold decides.
+        refresh_every: a refresh is due at the latest `refresh_every` steps after the last one; 0 for never.
+        steps_per_block: number of steps, if it is fixed; None where a threshold decides.
         pages_first: pages that must be free for its first step.
         pages_life: pages that it holds at its end.
         rings: pages of each ring that must be free for its first step; it never holds more.
@@ -129,12 +131,12 @@ class Job:
 
 
 class Facts(NamedTuple):
-    """What the device says of a request after a step in whose order it stood.
+    """Report of the device on a request, after a step whose order has it.
 
     Attributes:
         took: rows that it forwarded; 0 if it sat the step out.
         rows: that its next step needs; 0 if it has ended.
-        refresh: whether that step is a refresh.
+        refresh: True if that step is a refresh.
         masks_left: tokens of its block that are not committed.
         blocks_left: after this one.
         prompt_left: rows of a prompt that is forwarded in chunks and still has to be.
@@ -151,10 +153,10 @@ class Facts(NamedTuple):
 
 
 class Running:
-    """A request in a slot: what is known of it, and what its next steps will probably need.
+    """A request in a slot: its last known state, and the probable needs of its next steps.
 
     Attributes:
-        job, slot: whose they are.
+        job, slot: the request, and where it runs.
         key: its place in the queue, smallest first; see `Scheduler`.
         admitted: iteration from which on it has had its slot.
         skipped: iterations in a row in which it took no part, as far as known.
@@ -199,13 +201,13 @@ class Running:
         self.foresee(pace)
 
     def pace(self, usual: float) -> float:
-        """Tokens per decoding step; the usual ones as long as it has decoded too little to tell."""
+        """Tokens per decoding step; close to the `usual` ones of other requests until it has decoded enough to tell."""
         if self.job.steps_per_block is not None:
             return max(1.0, self.job.block / self.job.steps_per_block)
         return max(1.0, (self.committed + 4 * usual) / (self.steps + 4))
 
     def told(self, facts: Facts, usual: float) -> None:
-        """Take what the device says, and foresee from it; `usual` are the tokens per step of other requests."""
+        """Take the facts of a step, and foresee from them; `usual` are the tokens per step of other requests."""
         took, rows, refresh, masks_left, blocks_left, prompt_left, prompt = facts
         if took:
             self.skipped = 0
@@ -237,7 +239,7 @@ class Running:
         self.due, self.period = 0 if self.refresh else max(due, 1), period
 
     def needs(self, ahead: int) -> int:
-        """Rows of the step that comes so many steps after the one that was last told of: an expectation."""
+        """Expected rows of the step that comes `ahead` steps after the last one that was told of."""
         if ahead == 0:
             return self.rows
         if ahead >= self.left:
@@ -250,12 +252,13 @@ class Running:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step is to do.
+    """Plan of one step.
 
     Attributes:
         iteration: its number, from 0.
         admit: requests that get a slot (`Scheduler.running` says which) before the step.
-        order: ids of those that take part, those just admitted included, in the order in which rows are given out.
+        order: ids of the requests that take part, those just admitted included, in the order in which rows are given
+            out.
     """
 
     iteration: int

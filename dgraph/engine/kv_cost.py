@@ -1,4 +1,4 @@
-"""What keys and values of a sequence take, from what its programs declare."""
+"""Bytes that keys and values of a sequence take, from the inputs that its programs declare."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dgraph.spec import ModelSpec
 
 @dataclass(frozen=True)
 class KVCost:
-    """Bytes of keys, values and whatever else is kept per position.
+    """Bytes of keys, values and everything else that is kept per position.
 
     Attributes:
         position: of a position in the paged caches of all layers together, those with a window left out.
         page: positions of a page.
-        plan: what a sequence keeps of its keys and values; None for all.
-        packed: of each layer with packed keys: its number, bytes of an entry, KV heads, and bytes of the numbers of
-            entries that a sequence has there; then, where they share the budgets of other ranks' heads, of how many.
-        causal: whether attention is block-causal.
+        plan: the keys and values that a sequence keeps; None for all.
+        packed: one tuple per layer with packed keys: its number, bytes of an entry, KV heads, and bytes of a sequence's
+            entry counts there. Where KV heads share the budgets of other ranks' heads, the number of these follows.
+        causal: True if attention is block-causal.
         block, shift: rows of a block, and the logit shift of the model.
         after: positions after a sequence that its last block may take, where blocks begin anywhere.
-        rings: of each window that layers see: its positions, bytes of a position in the caches of these layers, and
-            pages that a sequence has there while it is decoded.
+        rings: one tuple per window of layers: its positions, bytes of a position in their caches, and pages of a
+            sequence there. The pages are those of a sequence that is decoded.
     """
 
     position: int
@@ -44,7 +44,7 @@ class KVCost:
 
     @classmethod
     def of(cls, inputs: Iterable[InputSpec], spec: ModelSpec, page: int, plan: KVPlan | None) -> KVCost:
-        """What the declared inputs of all programs take.
+        """Make the cost from the declared inputs of all programs.
 
         Args:
             inputs: the declarations, each once; those that are no caches are left out.
@@ -84,8 +84,8 @@ class KVCost:
     def sequence(self, length: int, response: int) -> int:
         """Bytes of a sequence, as long as it lives; while its prompt is prefilled, rings have more of it.
 
-        Of one that denoises: under a policy that only encodes (autoregression) no keys are chosen, whatever the plan,
-        so that none is absent from the pages. No policy is known here.
+        They are the bytes of a sequence that denoises. Under a policy that only encodes (autoregression) no keys are
+        chosen, whatever the plan, so that none is absent from the pages. No policy is known here.
 
         Args:
             length: positions, prompt and response together.
@@ -102,7 +102,7 @@ class KVCost:
         return kept + sum(min(whole, held) * self.page * size for _, size, held in self.rings)
 
     def _absent(self, prompt: int) -> int:
-        """Positions at the beginning of a sequence that have no place in the pages, since what is kept is packed."""
+        """Positions at the beginning of a sequence that have no place in the pages, since the kept keys are packed."""
         if self.plan is None:
             return 0
         if not self.causal:
@@ -129,7 +129,7 @@ class KVCost:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> KVCost:
-        """What `to_json` described."""
+        """The cost that `to_json` described."""
         plan = None if value["plan"] is None else KVPlan.from_json(value["plan"])
         pairs = {name: tuple(tuple(each) for each in value[name]) for name in ("packed", "rings")}
         return cls(**{**value, "plan": plan, **pairs})

@@ -15,19 +15,20 @@ from dgraph.errors import InputError
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of prompts or responses as an option says them.
+    """Lengths of prompts or responses, as an option gives them.
 
     Attributes:
         text: "1024", "uniform:128-1024", "lognormal:MEDIAN,SIGMA" (natural logarithm), or a file with a number or an
             object {"prompt": number} per line.
-        option: what the text was given as, for messages; without the dashes also the name in such an object.
+        option: the option that the text was given for, named in messages; without the dashes also the name in such an
+            object.
     """
 
     text: str
     option: str = "--prompt"
 
     def draw(self, count: int, seed: int = 0) -> list[int]:
-        """That many lengths, the same for equal arguments.
+        """Draw `count` lengths, the same for equal arguments.
 
         Raises:
             InputError: a text that says no lengths, a file that cannot be read.
@@ -93,7 +94,7 @@ class Request:
 
 
 def arrivals(text: str, rate: float, count: int, seed: int = 0) -> list[float]:
-    """When requests come, in seconds from the start, ascending; the same for equal arguments.
+    """Draw times of arrival, in seconds from the start, ascending; the same for equal arguments.
 
     Args:
         text: "poisson"; "gamma:CV", intervals with that coefficient of variation (1 is Poisson, above 1 comes in
@@ -130,7 +131,7 @@ def arrivals(text: str, rate: float, count: int, seed: int = 0) -> list[float]:
 
 
 def drawn(times: Sequence[float], prompt: Lengths, new: Lengths, seed: int = 0) -> list[Request]:
-    """A trace of requests that come at these times, with lengths drawn independently of each other.
+    """Draw a trace of requests that come at these times, with lengths drawn independently of each other.
 
     Raises:
         InputError: as `Lengths.draw`.

@@ -1,8 +1,8 @@
-"""The thread that drives the device: it takes what has come, and carries it out on every rank.
+"""The thread that drives the device: it takes the requests that have come, and carries them out on every rank.
 
-Where several ranks hold the model, rank 0 decides: before each turn it tells the others what the turn takes in, while
-the step before runs. All that follows from it is the same on every rank, since the driver and the scheduler look at
-nothing but that and at reports, which are the same. Nothing is told while nothing runs.
+Where several ranks hold the model, rank 0 decides. Before each turn it tells the others what the turn takes in, while
+the step before runs. All else is the same on every rank: the driver and the scheduler look only at that and at reports,
+which are the same. Nothing is told while nothing runs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from dgraph.runtime.requests import Request
 from dgraph.runtime.scoring import Question
 
 STUCK = 3.0
-"""Seconds that a thread may wait for a rank that is gone, before those who wait for it are told all the same."""
+"""Seconds that a thread may wait for a lost rank, before its callers are told all the same."""
 LAST = 10.0
 """Seconds that a process which ends waits for the turn that runs."""
 
 
 class EngineClosed(DgraphError):
-    """An engine that takes no requests any more."""
+    """Error of a call on an engine that takes no requests any more."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, as rank 0 tells of it: what `Driver.ticket` takes, but for who listens."""
+    """A request, as rank 0 tells of it: the arguments of `Driver.ticket`, but for the sink."""
 
     id: str
     number: int
@@ -50,7 +50,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Intake:
-    """What a turn takes in. Everything else that it does follows from what is known.
+    """Input of a turn. Everything else that a turn does follows from what is known.
 
     Attributes:
         now: seconds on rank 0's clock, by which requests are scheduled.
@@ -74,10 +74,10 @@ class Loop:
         occupied: entered while the driver runs.
 
     Attributes:
-        ranks: who holds the model; rank 0 leads.
+        ranks: the group that holds the model; rank 0 leads.
         wake: guards all of the following, and is told of each change.
         inbox: requests that have come since the last turn; `cancelled`: numbers of those that are to end.
-        closing: whether it ends when nothing is left; `aborting`: whether what is left is cancelled.
+        closing: True: it ends when nothing is left; `aborting`: True: the requests that are left are cancelled.
         dead: the error that ended it, if one did.
     """
 
@@ -102,11 +102,11 @@ class Loop:
 
     @property
     def leads(self) -> bool:
-        """Whether requests are given to this rank."""
+        """True if requests are given to this rank."""
         return self.ranks.rank == 0
 
     def close(self, drain: bool, wait: float | None = None) -> None:
-        """End, and wait for the end, so many seconds at most. On another rank than 0: wait until rank 0 ends."""
+        """End, and wait for the end, at most `wait` seconds. On a rank other than 0: wait until rank 0 ends."""
         with self.wake:
             self.aborting = self.aborting or not drain
             self.leave()
@@ -114,7 +114,7 @@ class Loop:
             self.thread.join(wait)
 
     def leave(self) -> None:
-        """End when nothing is left to do; nobody waits for it."""
+        """End when nothing is left to do, without waiting for the end."""
         with self.wake:
             self.closing = True
             self.wake.notify()
@@ -139,7 +139,7 @@ class Loop:
             self._die(cause)
 
     def _decided(self) -> Intake | None:
-        """What the next turn takes in, as soon as there is something to do; None when it is over."""
+        """Wait until there is something to do, and take the input of the next turn; None when the loop is over."""
         driver = self._driver
         with self.wake:
             while not (self.inbox or self.cancelled or driver.tickets or self._questions or self.closing or self._lost):
@@ -179,7 +179,10 @@ class Loop:
             self._questions.answer(intake.question)
 
     def _lose(self, lost: RankLost) -> None:
-        """A rank has gone: the thread finds out by itself, unless it waits for what that rank was to do."""
+        """Note the loss of a rank, and end if the thread is stuck.
+
+        The thread finds out by itself, unless it waits for the lost rank.
+        """
         with self.wake:
             self._lost = lost
             self.wake.notify()
@@ -188,7 +191,7 @@ class Loop:
             self._die(lost)
 
     def _die(self, error: BaseException) -> None:
-        """Tell everybody who waits."""
+        """End with an error, and tell everybody who waits."""
         cause = error if isinstance(error, Exception) else EngineClosed(f"the engine was stopped: {error!r}.")
         with self.wake:
             if self._ended:
@@ -208,4 +211,4 @@ class Loop:
 
 
 def _unheard(event: Event) -> None:
-    """What other ranks than 0 do with what they would say."""
+    """Sink of the ranks other than 0, whose events have no listener."""

@@ -15,12 +15,11 @@ Put = Callable[[Event], None]
 
 
 class Mailbox:
-    """What an engine has for one event loop: it is woken once for all events of a step, however many requests they are
-    of.
+    """Mailbox of one event loop, which is woken once for all events of a step, of however many requests.
 
     Args:
-        loop: whose thread the events go to.
-        lost: called in the engine's thread with an event that nobody gets, since the loop is closed.
+        loop: the event loop; the events go to its thread.
+        lost: called in the engine's thread with an event that cannot be delivered, since the loop is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, lost: Callable[[Event], object]):
@@ -30,7 +29,7 @@ class Mailbox:
         self._woken = False
 
     def to(self, put: Put) -> Put:
-        """A sink of the engine whose events are put in the loop's thread, in their order."""
+        """Make a sink of the engine that hands its events to `put` in the loop's thread, in their order."""
 
         def sink(event: Event) -> None:
             loop = self._loop()
@@ -47,14 +46,14 @@ class Mailbox:
         return sink
 
     def _deliver(self) -> None:
-        self._woken = False  # first: what comes from now on may be too late for the loop below
+        self._woken = False  # first: later events may miss the loop below
         while self._events:
             put, event = self._events.popleft()
             put(event)
 
 
 def weakly(method: Callable[[Event], None]) -> Callable[[Event], None]:
-    """The same without keeping its object: once that is gone, it does nothing."""
+    """Call a method without keeping its object alive; once the object is gone, the call does nothing."""
     held = weakref.WeakMethod(method)
 
     def call(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""What a program allocates and how long it takes, measured on dummy steps."""
+"""Measure on dummy steps how much a program allocates and how long it takes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """One dummy step.
+    """Measurement of one dummy step.
 
     Attributes:
         peak: bytes that it allocates beside weights, inputs and caches, most at a time.
@@ -32,14 +32,14 @@ class Measured:
 
 
 def can_measure(program: LoweredProgram) -> bool:
-    """Whether allocations can be seen: on a GPU by torch's allocator; elsewhere where nothing is compiled."""
+    """True if allocations can be seen: on a GPU by torch's allocator; elsewhere where nothing is compiled."""
     return program.graph.device.type == "cuda" or program.backend == "eager"
 
 
 def measure(program: LoweredProgram, step: DummyStep) -> Measured | None:
-    """Run a dummy step twice, without CUDA graphs, and see what the second one allocates; None if it cannot be seen.
+    """Run a dummy step twice, without CUDA graphs, and measure the second run's allocations; None if they are hidden.
 
-    What torch's allocator holds for nobody is given back before, so that a budget that fits is not refused, and after.
+    Unused memory of torch's allocator is given back before, so that a budget that fits is not refused, and after.
     """
     device = program.graph.device
     if not can_measure(program):
@@ -67,7 +67,7 @@ def measure(program: LoweredProgram, step: DummyStep) -> Measured | None:
 
 
 def seconds(program: LoweredProgram, step: DummyStep) -> float:
-    """Of a dummy step as the decode loop would run it, warm; the median of `RUNS`."""
+    """Seconds of a warm dummy step as the decode loop would run it: the median of `RUNS` runs."""
     device = program.graph.device
     inputs = step.inputs(program.inputs.values(), device)
     synchronise: Callable[[], object] = (
@@ -85,7 +85,7 @@ def seconds(program: LoweredProgram, step: DummyStep) -> float:
 
 
 def give_back(device: torch.device) -> None:
-    """Free what only refers to itself, as the CUDA graphs of a program that is gone do, and what is held for nobody."""
+    """Free reference cycles, such as the CUDA graphs of a dropped program, and the allocator's unused memory."""
     gc.collect()
     if device.type == "cuda":
         with torch.cuda.device(device):

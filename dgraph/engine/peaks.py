@@ -1,4 +1,4 @@
-"""What the programs of a recipe allocate and how long they take, at a budget: predicted, measured, and kept."""
+"""Memory and time of a recipe's programs at a budget: predicted, measured, and kept in the artifact cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILE = "peaks.json"
 
 
 class Profiled(Protocol):
-    """What is profiled: a model under a recipe, as `dgraph.optimize` gives it."""
+    """The profiled model under a recipe, as `dgraph.optimize` gives it."""
 
     model: Any
     spec: ModelSpec
@@ -39,7 +39,7 @@ class Profiled(Protocol):
     page_size: int
 
     def with_logit_rows(self, rows: int) -> Profiled:
-        """The same with another bound on the rows whose logits exist at a time."""
+        """The same model with another bound on the rows whose logits exist at a time."""
         ...
 
 
@@ -51,8 +51,9 @@ class Peaks:
         predicted: activations, most at a time.
         groups: the same while nodes of a group run.
         unbounded: the same of the LM head if all rows had logits at a time.
-        graphs: what CUDA graphs will hold, those of a full step among them; 0 without.
-        measured, libraries: what dummy steps showed.
+        graphs: bytes that CUDA graphs will hold, those of a full step among them; 0 without.
+        measured, libraries: peak, and bytes that libraries hold, as dummy steps showed; `measured` has None where
+            allocations are hidden.
         steps: (rows, rows of keys, seconds) of steps; empty if none was timed.
     """
 
@@ -66,7 +67,7 @@ class Peaks:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Peaks:
-        """What `dataclasses.asdict` made of one.
+        """The peaks that `dataclasses.asdict` described.
 
         Raises:
             TypeError, KeyError: other fields.
@@ -76,7 +77,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a step may hold.
+    """Limits of a step.
 
     Attributes:
         rows: a bucket.
@@ -92,7 +93,9 @@ class Budget:
 
     @classmethod
     def of(cls, optimized: Profiled, rows: int, sequences: int | None) -> Budget:
-        """The budget for so many rows, rounded up to a bucket, and sequences, by default as many as have a block each.
+        """The budget for row and sequence counts; rows are rounded up to a bucket.
+
+        By default there are as many sequences as have a block each.
 
         Raises:
             InputError: rows below a block.
@@ -128,14 +131,14 @@ class Budget:
 def found_or_measured(
     optimized: Profiled, budget: Budget, steps: bool, measured: bool, tell: Callable[[str], None]
 ) -> Peaks:
-    """What the artifact cache has of a budget, or what is predicted and measured now and put there.
+    """Find the peaks of a budget in the artifact cache, or predict and measure them now and put them there.
 
     Args:
-        optimized: what is profiled.
+        optimized: the profiled model.
         budget: of a step.
-        steps: with times of steps.
-        measured: False: what is not in the cache is predicted alone, and not put there.
-        tell: called with what is being done.
+        steps: True: with times of steps.
+        measured: False: peaks that are not in the cache are only predicted, and not put there.
+        tell: called with the name of each stage of the work, for display.
     """
     store, key = optimized.compiler.store, _key(optimized, budget)
     known = None
@@ -187,9 +190,9 @@ def _peaks(optimized: Profiled, budget: Budget, measured: bool, tell: Callable[[
 
 
 def _graphs(optimized: Profiled, budget: Budget) -> int:
-    """What CUDA graphs share: what lies between the ops of the largest, and the inputs of the largest of each program.
+    """Bytes that CUDA graphs share: tensors between the ops of the largest, and inputs of the largest of each program.
 
-    What `select` gathers counts as activations, of which everything that runs without a graph allocates less.
+    Rows that `select` gathers count as activations, of which everything that runs without a graph allocates less.
     """
     if optimized.graph_pool is None:
         return 0
@@ -226,8 +229,10 @@ def _timed(optimized: Profiled, budget: Budget, tell: Callable[[str], None]) -> 
 
 
 def _key(optimized: Profiled, budget: Budget) -> Key:
-    """What the figures of a budget depend on. The programs stand in it themselves: neither model nor recipe says how
-    weights are stored, which rows are rounded, or what a rank has.
+    """Key of everything that the figures of a budget depend on.
+
+    The programs stand in it themselves: neither model nor recipe says how weights are stored, which rows are rounded,
+    or what a rank has.
     """
     step = optimized.programs["step"]
     facts = {

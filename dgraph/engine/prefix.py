@@ -1,4 +1,4 @@
-"""Keys and values of prompts that have been seen before: full pages, found by their content."""
+"""Cache of the keys and values of earlier prompts: full pages, found by their content."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ class _Part:
 
 
 class PrefixCache:
-    """Pages of prompts, by content. In a block-causal model the keys of a full block depend on the tokens up to its end
-    alone, so two prompts that begin alike can share the pages of what they have in common: parts that are whole pages
-    as well as whole blocks. Where a row of a prompt sees only what comes before it, its keys depend on no more either,
-    and any whole page is a part.
+    """Pages of prompts, by content.
 
-    It owns its pages beside the sequences that use them. When the pool has too few, pages that nobody else owns go, the
-    least recently used first, those at the end of a prompt before those that they follow.
+    In a block-causal model the keys of a full block depend only on the tokens up to its end. So two prompts that begin
+    alike can share pages, in parts that are whole pages as well as whole blocks. Where a row of a prompt sees only the
+    rows before it, its keys depend only on these. Any whole page is a part then.
+
+    It owns its pages beside the sequences that use them. When the pool has too few pages, those that no sequence owns
+    go. The least recently used go first, and pages at the end of a prompt before those that they follow.
 
     Args:
-        kv: whose pages they are.
-        block: positions that see each other; 1 where a row of a prompt sees only what comes before it.
+        kv: the store of the pages.
+        block: positions that see each other; 1 where a row of a prompt sees only the rows before it.
 
     Attributes:
         asked, found: tokens of prompts that were looked up, and that were there.
@@ -51,7 +52,7 @@ class PrefixCache:
 
     @property
     def spare(self) -> int:
-        """Pages that could be dropped: nobody else owns them. Who owns a page owns those before it, too."""
+        """Pages that could be dropped, since no sequence owns them. The owner of a page owns those before it, too."""
         return self._kv.spare
 
     def look_up(self, ids: Sequence[int]) -> tuple[int, ...]:
@@ -71,7 +72,10 @@ class PrefixCache:
         return tuple(page for part in found for page in part.pages)
 
     def add(self, ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Keep the pages of a prompt that has been prefilled. pages: of its sequence, from the first position on."""
+        """Keep the pages of a prompt that has been prefilled.
+
+        pages: of its sequence, from the first position on.
+        """
         each = self._size // self._kv.page_size
         parent, children = None, self._root
         for number, content in enumerate(self._contents(ids)):
@@ -86,7 +90,7 @@ class PrefixCache:
             parent, children = part, part.children
 
     def reclaim(self, pages: int) -> None:
-        """Drop so many pages that nobody else owns, if there are."""
+        """Drop `pages` pages that no sequence owns, or as many as there are."""
         # Parts that others follow come after these; so leaves are looked for again after each round.
         while pages > 0:
             free = [part for part in self._used if not part.children and self._alone(part)]
@@ -98,7 +102,7 @@ class PrefixCache:
                     pages -= len(part.pages)
 
     def forget(self, ids: Sequence[int]) -> None:
-        """Drop what is kept of a prompt from its first page on, whoever uses it: its keys went wrong."""
+        """Drop everything kept of a prompt from its first page on, even if sequences use it: its keys went wrong."""
         first = next((self._root.get(content) for content in self._contents(ids)), None)
         waiting = [] if first is None else [first]
         order: list[_Part] = []

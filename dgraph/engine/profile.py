@@ -1,8 +1,8 @@
-"""Where the memory of a device goes, and how much of it is left for keys and values (dLLM-Serve, sections 4.2, 4.3).
+"""Profile of a device's memory, and the share that is left for keys and values (dLLM-Serve, sections 4.2, 4.3).
 
-The peak of activations is predicted from the lowered programs (`dgraph.lowering.footprint`), and measured by one dummy
-step at the full row budget with the bound on logits in force. With weights, CUDA graphs, what libraries hold, the state
-of the sequences and a guard it is taken off the device's memory; the rest is for keys and values.
+The peak of activations is predicted from the lowered programs (`dgraph.lowering.footprint`). One dummy step at the full
+row budget, with the bound on logits in force, measures it. Activations, weights, CUDA graphs, memory of libraries, the
+state of the sequences and a guard are taken off the device's memory; the rest is for keys and values.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ SHORTEST = 512
 CPU_MEMORY = 4 << 30
 """Bytes that a CPU is taken to have, unless the caller says otherwise."""
 GUARD = 0.02
-"""Share of a GPU's memory that stays free: the allocator rounds and fragments, and libraries change their minds."""
+"""Share of a GPU's memory that stays free: the allocator rounds and fragments, and libraries need varying amounts."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the memory of a device goes under a budget; everything in bytes, but for counts of rows.
+    """Memory of a device by use, under a budget; everything in bytes, but for counts of rows.
 
     Attributes:
-        model, recipe, device: what was profiled, in words.
-        rows: of a step at most; the bucket of what was asked for.
+        model, recipe, device: names of the model, the recipe and the device that were profiled.
+        rows: of a step at most: the bucket of the number that was asked for.
         logit_rows: rows whose logits exist at a time, at most.
         sequences: that the decode state has room for.
         positions: of the longest sequence.
-        memory: of the device, less what others than this process's torch have of it; or what the caller allows.
+        memory: of the device, less the memory in use outside this process's torch; or the limit that the caller gives.
         guard: of that, what stays free.
         weights: each storage once.
-        libraries: what libraries took in their first call and hold.
-        graphs: what CUDA graphs hold; before any is recorded, what those of a full step will.
+        libraries: bytes that libraries took in their first call and hold.
+        graphs: bytes that CUDA graphs hold; before any is recorded, those that the graphs of a full step will hold.
         state: inputs of a step, and of each sequence between steps the ids of its longest canvas.
         predicted: activations at their peak, of the programs and as `footprint` says.
         measured: the same, as a dummy step showed; None where it cannot be seen (compiled code on a CPU).
         groups: predicted peaks while nodes of a group run; see `dgraph.lowering.footprint.GROUPS`.
         unbounded: the peak of the LM head if all rows had logits at a time.
-        kv_cost: what a sequence's keys and values take.
+        kv_cost: bytes of a sequence's keys and values.
         steps: (rows, rows of keys, seconds) of steps that were timed.
     """
 
@@ -74,22 +74,22 @@ class Profile:
 
     @property
     def activations(self) -> int:
-        """At their peak: the larger of what was measured and what was predicted."""
+        """Peak bytes of activations: the larger of the measured and the predicted peak."""
         return max(self.predicted, self.measured or 0)
 
     @property
     def without_bound(self) -> int:
-        """Activations at their peak if all rows had logits at a time."""
+        """Peak bytes of activations if all rows had logits at a time."""
         return max(self.activations, self.unbounded)
 
     @property
     def left(self) -> int:
-        """For keys and values; below 0 if the rest takes more than there is."""
+        """Bytes left for keys and values; below 0 if the rest takes more than there is."""
         return self._left(self.activations)
 
     @property
     def kv(self) -> int:
-        """For keys and values, at least 0."""
+        """Bytes for keys and values, at least 0."""
         return max(0, self.left)
 
     def _left(self, activations: int) -> int:
@@ -97,7 +97,7 @@ class Profile:
         return self.memory - taken
 
     def pages(self, page_size: int) -> int:
-        """Pages of so many positions that fit, were there none for layers with a window.
+        """Pages of `page_size` positions that fit, were there none for layers with a window.
 
         Raises:
             InputError: page_size below 1.
@@ -107,7 +107,7 @@ class Profile:
         return self.kv // max(1, self.kv_cost.position * page_size)
 
     def fits(self, length: int, response: int = 256, bounded: bool = True) -> int:
-        """How many sequences of a length fit.
+        """Number of sequences of a length that fit.
 
         Args:
             length: positions, prompt and response together.
@@ -131,7 +131,7 @@ class Profile:
         return (*found[:-1], self.positions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, with what follows from them."""
+        """Plain values, with the figures that follow from them."""
         return {
             **asdict(self),
             "kv_cost": self.kv_cost.to_json(),
@@ -168,9 +168,9 @@ def profile(
     measured: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> Profile:
-    """Say where the memory of a device goes when a model is served under a budget.
+    """Profile the memory of a device when a model is served under a budget.
 
-    What was measured is kept in the artifact cache, per model, recipe, device and budget.
+    Measurements are kept in the artifact cache, per model, recipe, device and budget.
 
     Args:
         optimized: the model under its recipe.
@@ -179,8 +179,8 @@ def profile(
         memory: bytes that may be used in all; None for the GPU's, or `CPU_MEMORY`.
         sequences: at a time, at most; None for as many as have a block each in a step.
         steps: also time steps of several row counts.
-        measured: False to run no dummy step: what nobody has measured before is only predicted.
-        progress: called with what is being done, for display.
+        measured: False to run no dummy step: figures that were not measured before are only predicted.
+        progress: called with the name of each stage of the work, for display.
 
     Raises:
         InputError: a number out of range.
@@ -227,7 +227,7 @@ def weight_bytes(optimized: Profiled) -> int:
 
 
 def _limit(device: torch.device, memory: int | None) -> tuple[int, int]:
-    """Bytes that may be used, and how many of them stay free."""
+    """Bytes that may be used, and bytes of them that stay free."""
     if device.type != "cuda":
         return memory or CPU_MEMORY, 0
     free, total = torch.cuda.mem_get_info(device)

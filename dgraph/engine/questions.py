@@ -13,17 +13,17 @@ Probabilities = list[float]
 
 
 class Answer(Future[Probabilities]):
-    """The probabilities of labels, when they are there: `result()` waits for them, and so does `await`."""
+    """Future of the probabilities of labels: `result()` waits for them, and so does `await`."""
 
     def __await__(self) -> Generator[object, None, Probabilities]:
         return asyncio.wrap_future(self).__await__()
 
 
 class Questions:
-    """Those that nobody has answered yet.
+    """Queue of the questions that have no answer yet.
 
     Args:
-        scorer: makes what answers them, in the thread that asks for the first answer.
+        scorer: makes the scorer that answers them, in the thread that asks for the first answer.
     """
 
     def __init__(self, scorer: Callable[[], Scorer]):
@@ -42,7 +42,7 @@ class Questions:
         return answer
 
     def take(self) -> Question | None:
-        """The first one for whose answer somebody waits, which comes next."""
+        """Take the first question that was not cancelled, to be answered next; None without one."""
         while self._waiting:
             question, answer = self._waiting.popleft()
             if answer.set_running_or_notify_cancel():
@@ -51,7 +51,7 @@ class Questions:
         return None
 
     def answer(self, question: Question) -> None:
-        """Answer what was taken; on a rank that nobody asks, only do what that takes."""
+        """Answer the question that was taken; on a rank other than 0, only take part in the forward."""
         answer, self._taken = self._taken or Answer(), None
         try:
             if self._scorer is None:
@@ -64,7 +64,7 @@ class Questions:
             raise
 
     def fail(self, error: Exception) -> None:
-        """Tell everybody who waits."""
+        """Fail every question that waits, the one that was taken included."""
         if self._taken is not None:
             self._taken.set_exception(error)
             self._taken = None

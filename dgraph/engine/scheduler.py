@@ -1,4 +1,4 @@
-"""Which requests run, and which of them take part in the next step."""
+"""Scheduler: it chooses the requests that run, and those of them that take part in the next step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WINDOW = 64
 
 @dataclass(slots=True)
 class Counters:
-    """What a scheduler has done so far.
+    """Counts of a scheduler since it began.
 
     Attributes:
         iterations: plans made, empty ones included.
@@ -45,12 +45,12 @@ class Counters:
 class Scheduler:
     """The queue and the running requests of one engine. Pure: no device, no clock of its own; equal calls, equal plans.
 
-    An engine calls `submit` and `cancel` as requests come and go. For every step it asks for a `plan`. When it hears of
-    a step, which may be after the next one was planned, it calls `update` for each request in that plan's order, and
+    An engine calls `submit` and `cancel` as requests come and go. For every step it asks for a `plan`. A step's report
+    may come after the next step was planned. Then the engine calls `update` for each request in that plan's order, and
     `finish` for those that have ended.
 
-    A request waits by (arrived - priority * ageing, id), smallest first: of two that wait, the one of higher priority
-    goes first unless the other has come `ageing` seconds per level of priority before it. So no priority starves, and
+    Requests wait by (arrived - priority * ageing, id), smallest first. Between two, the one of higher priority goes
+    first, unless the other has come `ageing` seconds per level of priority before it. So no priority starves, and
     within one the order is that of arrival. Nothing overtakes the head of the queue, whatever would fit in its place.
 
     Args:
@@ -118,7 +118,7 @@ class Scheduler:
         self._enqueue(job)
 
     def check_queue(self, count: int = 1, coming: int = 0) -> None:
-        """Whether so many more may wait; coming: others that are about to be queued.
+        """Check that `count` more requests may wait; coming: others that are about to be queued.
 
         Raises:
             InputError: more than may ever wait.
@@ -137,7 +137,7 @@ class Scheduler:
             )
 
     def check(self, job: Job) -> None:
-        """Raises `InputError` for a request that would never fit, or whose id is in use."""
+        """Raise `InputError` for a request that would never fit, or whose id is in use."""
         budgets = self.budgets
         if job.id in self.running or job.id in self._waiting:
             raise InputError(f"request {job.id} is here already; every request needs an id of its own.")
@@ -164,7 +164,7 @@ class Scheduler:
                 )
 
     def cancel(self, id: int) -> bool:
-        """Take a request out, waiting or running; whether it was there.
+        """Take a request out, waiting or running; True if it was there.
 
         Its slot is free from the next plan on. A plan that was made before may still admit it or have it in its order.
         """
@@ -174,7 +174,7 @@ class Scheduler:
         return True
 
     def finish(self, id: int) -> None:
-        """A running request has ended; one that was taken out before is none of it."""
+        """Note the end of a running request; one that was taken out before is ignored."""
         if self._retire(id) is not None:
             self.counters.finished += 1
             self._ends.append(self._now)
@@ -187,7 +187,7 @@ class Scheduler:
         """Send a running request back to its place in the queue.
 
         Args:
-            id: whose.
+            id: of the request.
             job: the same request, if it is to come back with other rows or pages.
         """
         running = self.running.get(id)
@@ -201,7 +201,7 @@ class Scheduler:
         self._enqueue(again)
 
     def plan(self, now: float, free_pages: int, free_rings: tuple[int, ...] = ()) -> Plan:
-        """The next step, from what is known.
+        """Plan the next step from what is known.
 
         Args:
             now: seconds, on the clock that `Job.arrived` is on.
@@ -232,7 +232,7 @@ class Scheduler:
         return Plan(iteration, tuple(admit), tuple([r.job.id for r in order]))
 
     def update(self, iteration: int, id: int, facts: Facts) -> None:
-        """What the device says of a request after a step in whose order it stood; `iteration` is that of the plan.
+        """Take the device's report on a request after a step whose order has it; `iteration` is that of the plan.
 
         Facts of a request that has left its slot since are ignored.
         """
@@ -300,7 +300,7 @@ class Scheduler:
         return None
 
     def drained(self) -> float:
-        """Seconds until those that wait now will have been admitted, at the rate of the ends since it was empty."""
+        """Seconds until all requests that wait now are admitted, at the rate of ends since the engine was empty."""
         if len(self._ends) < 2 or self._ends[-1] == self._ends[0]:
             return 1.0
         return len(self._waiting) * (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

@@ -1,4 +1,4 @@
-"""What became of requests: their times, and what a load test says of them."""
+"""Times of requests that have ended, and the summary of a load test."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(slots=True)
 class Served:
-    """One request that has ended; times in seconds on one clock.
+    """Record of one request that has ended; times in seconds on one clock.
 
     Attributes:
         arrived, admitted, first, ended: when it came, got its slot, had its first block committed, and ended; NaN for
-            what it did not live to see.
+            an event that it never reached.
         tokens: of its response.
         requeued: how often it gave way to others.
     """
@@ -29,10 +29,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Summary:
-    """Requests together. Times in seconds; latency is from arrival to end.
+    """Summary over requests. Times in seconds; latency is from arrival to end.
 
     Attributes:
-        requests, tokens: how many.
+        requests, tokens: their numbers.
         seconds: from the first arrival to the last end.
         tokens_per_second, requests_per_second: over these seconds.
         mean, p50, p99, sigma, span: of latency; `span` is the longest less the shortest.
@@ -58,12 +58,12 @@ class Summary:
     goodput: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Its attributes."""
+        """Plain values: the attributes by name."""
         return asdict(self)
 
 
 def summarise(served: Sequence[Served], warm_up: float = 0.0, limit: float | None = None) -> Summary:
-    """What holds of requests together.
+    """Summarise the requests of a load test.
 
     Args:
         served: at least one.
@@ -99,5 +99,5 @@ def summarise(served: Sequence[Served], warm_up: float = 0.0, limit: float | Non
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The least of ascending values that at least that share of them do not exceed."""
+    """The least of ascending values that at least a share `share` of them do not exceed."""
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]

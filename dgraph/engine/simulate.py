@@ -23,7 +23,7 @@ from dgraph.errors import InputError
 
 @dataclass(frozen=True)
 class Method:
-    """How requests are decoded, as far as rows, tokens and pages go.
+    """Decoding of simulated requests: its rows, tokens and pages.
 
     Attributes:
         block: tokens that are denoised together.
@@ -31,7 +31,7 @@ class Method:
             one. Else bidirectional: all rows are forwarded when a block starts.
         mixed: rows of prompts that the first steps of their responses forward, of all requests together, where there is
             room for them; of more that wait, all go in chunks in a forward of their own. Block-causal models alone.
-        refresh_every: bidirectional: another refresh at the latest so many steps after the last; 0 for none.
+        refresh_every: bidirectional: another refresh at the latest `refresh_every` steps after the last; 0 for none.
         commits: tokens per step; drawn per step and request if `drawn` (1 + geometric, with this mean), else fixed, a
             whole number.
         drawn: see `commits`.
@@ -90,13 +90,13 @@ class Method:
         return job.prompt + job.block if self.causal else math.ceil((job.prompt + job.new) * self.kept)
 
     def pages(self, positions: int) -> int:
-        """Pages of so many positions."""
+        """Pages of `positions` positions."""
         return math.ceil(positions * (1.0 if self.causal else self.kept) / self.page)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulation found.
+    """Result of a simulation.
 
     Attributes:
         policy: its name.
@@ -128,7 +128,7 @@ class Simulated:
 
 
 class _Slot:
-    """The truth about one running request: what a device would hold of it."""
+    """State of one running request, as a device would hold it."""
 
     __slots__ = (
         *("blocks_left", "draw", "job", "keys", "masks_left", "mixed", "pages", "prompt_left", "refresh", "rows"),
@@ -142,7 +142,7 @@ class _Slot:
         self.blocks_left = -(-job.new // job.block) - 1
         self.prompt_left = job.refresh_rows if job.chunk else 0
         self.rows, self.refresh, self.since = job.first_rows, job.refresh_rows > 0, 0
-        self.mixed = False  # whether its first step forwards its prompt
+        self.mixed = False  # True if its first step forwards its prompt
 
     @property
     def cut(self) -> int:
@@ -159,10 +159,10 @@ class Engine:
     Args:
         requests: by order of arrival.
         scheduler: a new one.
-        clients: closed loop: so many requests are there at any time, the next comes when one has ended, and their
-            arrivals are not looked at. 0 for an open one.
-        overlap: a step is planned while the one before it runs, from what is known of the one before that. Else after
-            it, from all that is known.
+        clients: closed loop: number of requests that are there at any time. The next comes when one has ended, and
+            arrivals are not looked at. 0 for an open loop.
+        overlap: True: a step is planned while the one before it runs, from the facts of the one before that. False: it
+            is planned after the one before it, from all facts.
         seed: of the tokens per step; a request's are the same under every policy.
     """
 
@@ -214,18 +214,18 @@ class Engine:
             return True
         if not self._coming:
             return False
-        self.now = max(self.now, self._coming[0][1].arrival)  # nobody is here: sleep until somebody comes
+        self.now = max(self.now, self._coming[0][1].arrival)  # no request is here: sleep until one comes
         return True
 
     def cancel(self, id: int) -> None:
-        """The client of a request hangs up; one that has ended, or not come, is none of it."""
+        """Cancel a request as its client would; one that has ended, or not come, is ignored."""
         if self.scheduler.cancel(id):
             self._drop(id)
             del self.served[id]
             self._here -= 1
 
     def _arrive(self) -> None:
-        """Queue what has come until now."""
+        """Queue the requests that have come until now."""
         while self._coming:
             id, request = self._coming[0]
             if self.clients:
@@ -250,7 +250,7 @@ class Engine:
             self.served[job.id].admitted = self.now
 
     def _step(self, order: Sequence[int]) -> tuple[float, list[tuple[int, Facts]]]:
-        """Forward what the rows are enough for; when that ends, and what is told of it."""
+        """Forward the rows that the budget allows; the time when that ends, and the facts told of it."""
         slots = [slot for id in order if (slot := self.slots.get(id)) is not None]
         self._mix(slots)
         granted = grant([s.rows for s in slots], [s.cut for s in slots], self.scheduler.budgets.rows)
@@ -335,7 +335,7 @@ class Engine:
         slot.pages = max(pages, slot.pages)
 
     def _tell(self, iteration: int, facts: Sequence[tuple[int, Facts]]) -> None:
-        """What the host learns of a step."""
+        """Tell the scheduler about a step, as the host learns of it."""
         scheduler = self.scheduler
         for id, what in facts:
             slot = self.slots.get(id)

@@ -1,4 +1,4 @@
-"""What stands between an engine and whoever listens to a request."""
+"""The guard between an engine and the listener of a request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dgraph.engine.tickets import Sink
 
 
 class GuardedSink:
-    """A sink that cannot stop the engine whose events it gets. A thread that is told the end may use the model at once,
-    so nothing is kept of the engine from the last event on.
+    """A sink that cannot stop the engine whose events it gets.
+
+    A thread that is told the end may use the model at once, so nothing is kept of the engine from the last event on.
 
     Args:
-        sink: whatever listens; what it raises goes to `threading.excepthook`.
+        sink: the listener; its exceptions go to `threading.excepthook`.
         freed: called with the id of the request before its last event is told.
         cancel: called with it where the sink raises before that.
     """
@@ -29,12 +30,12 @@ class GuardedSink:
             self._freed = self._cancel = _nothing
         try:
             self._sink(event)
-        except BaseException as error:  # whoever listens is gone or broken; the others are not
+        except BaseException as error:  # this listener is gone or broken; the others are not
             self._cancel(event.request_id)
             here = threading.current_thread()
-            with suppress(BaseException):  # a hook is somebody else's, too
+            with suppress(BaseException):  # a hook may raise, too
                 threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, here)))
 
 
 def _nothing(request_id: str) -> None:
-    """What an engine is asked after the end of a request."""
+    """Do nothing, in the place of the engine's functions after the end of a request."""

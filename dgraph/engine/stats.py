@@ -1,4 +1,4 @@
-"""What an engine has done since it began."""
+"""Counts of an engine since it began."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine has done since it began, and how it stands.
+    """Counts of an engine since it began, and its state now.
 
     Attributes:
         running, waiting: requests now.
@@ -58,7 +58,7 @@ class EngineStats:
         return self.prefix_found / self.prefix_asked if self.prefix_asked else 0.0
 
     def since(self, before: EngineStats) -> EngineStats:
-        """The same, but counted from an earlier moment on."""
+        """Counts since an earlier moment, and the state now."""
         return replace(self, **{name: _more(getattr(self, name), getattr(before, name)) for name in COUNTS})
 
     def to_json(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class EngineStats:
 
 
 def _more(now: Any, before: Any) -> Any:
-    """What a count, or each of some by name, has grown by."""
+    """Growth of a count, or of each count by name."""
     if not isinstance(now, Mapping):
         return now - before
     return {name: count - before.get(name, 0) for name, count in now.items()}

@@ -1,4 +1,4 @@
-"""What a caller asks an engine for, and whether that can be served."""
+"""The request of a caller, and the check that an engine can serve it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dgraph.runtime.requests import Request
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One request of a caller; see `Engine.submit`. number: of its prompt, in messages; None for `index`."""
+    """One request of a caller; see `Engine.submit`.
+
+    number: of its prompt, in messages; None for `index`.
+    """
 
     prompt: str | Sequence[int]
     decoding: Decoding
@@ -28,7 +31,7 @@ class Submission:
     number: int | None = None
 
     def checked(self, driver: Driver, encode: Callable[[str], list[int]]) -> Request:
-        """The request that it is; compiles what it needs unless that was done.
+        """Check the submission and make its request; compile what that needs, unless that was done.
 
         Args:
             driver: serves it.

@@ -1,4 +1,4 @@
-"""The requests that an engine has taken, each with what it was told so far, and counts of them all."""
+"""The requests that an engine has taken, each with the tokens it was told so far, and counts of them all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ticket:
         id, number: its id for callers, and for the scheduler.
         request: as it was asked for.
         sink: gets its events, in the thread that drives the device.
-        draft: whether they bring the block that is being decoded, and `drafted`: the last step that they told of.
+        draft: True: they bring the block that is being decoded, and `drafted`: the last step that they told of.
         writer: its text.
         going_on: as it is decoded; another than `request` after it gave way.
         said: committed tokens so far; `steps` the step of each, and `confidence`; `told`: how many of them its sink has
@@ -29,7 +29,7 @@ class Ticket:
         cached: tokens of its prompt that were in the prefix cache.
         rows: that went through the last layers for it since it got its slot; `rows_before`: in slots that it gave up.
         slot: where it is; -1 while it waits.
-        times: when it came, and so on, on the engine's clock.
+        times: when it came, was admitted, and so on, on the engine's clock.
     """
 
     id: str

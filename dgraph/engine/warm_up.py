@@ -1,4 +1,4 @@
-"""The first request of an engine, so that no client waits for what it compiles."""
+"""The first request of an engine, so that no client waits for its compilations."""
 
 from __future__ import annotations
 

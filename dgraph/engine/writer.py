@@ -1,4 +1,4 @@
-"""Text of a response while it grows: what is final, and where a stop text ends it."""
+"""Text of a response while it grows: the part that is final, and the stop text that ends it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ALIKE = 8
 
 
 class Writer:
-    """Turns the tokens of one response into text, as far as no later token can change it.
+    """Turn the tokens of one response into text, as far as no later token can change it.
 
-    An incomplete character at the end is held back, and so is what may be the beginning of a stop text; the tokens of
-    what may be cut off are held back with it.
+    An incomplete character at the end is held back, and so is text that may begin a stop text; the tokens of text that
+    may be cut off are held back with it.
 
     Args:
         tokenizer: decodes ids; None for no text at all. It may have `unsettled(ids) -> int`, how many characters of
             their text later ids may change at most.
         stops: texts that end the response.
-        least: tokens that are left of it at least; see `trim`.
+        least: tokens that are left of the response at least; see `trim`.
 
     Attributes:
-        final: how many tokens stay, whatever follows.
-        stopped: whether a stop text has been found.
+        final: number of tokens that stay, whatever follows.
+        stopped: True if a stop text has been found.
     """
 
     def __init__(self, tokenizer: Decoder | None, stops: Sequence[str], least: int = 0):
@@ -36,7 +36,7 @@ class Writer:
         self._ids: list[int] = []
         self._text = ""  # of all tokens so far; its end may change
         self._first = 0  # tokens from here on are decoded anew, since neighbours may join
-        self._before = ""  # what stands before their text
+        self._before = ""  # the text before theirs
         self._skipped = 0  # characters that they begin with by themselves, but not after others
         self._given = 0  # characters that were given out
         self._ends: list[int] = []  # of tokens that are not final yet, characters up to their end
@@ -49,7 +49,7 @@ class Writer:
         return self._ids
 
     def write(self, ids: Sequence[int]) -> str:
-        """Add tokens; the text that has become final."""
+        """Add tokens; return the text that has become final."""
         if self.stopped:
             return ""
         known = len(self._ids)
@@ -79,8 +79,9 @@ class Writer:
         return broken if asked is None else max(broken, asked(self._ids[self._first :]))
 
     def _forget(self, first: int, unsettled: int) -> None:
-        """Decode no tokens before an index any more, if those from there on say by themselves what they say after
-        others. Special tokens alone say nothing, and a first word may lack its space.
+        """Stop decoding the tokens before an index, if those from there on give the same text alone as after others.
+
+        Special tokens alone give no text, and a first word may lack its space.
         """
         assert self._tokenizer is not None
         alone = self._tokenizer.decode(self._ids[first:])
@@ -91,7 +92,7 @@ class Writer:
             self._skipped = len(alone) - same
 
     def end(self) -> str:
-        """The rest of the text, when the response has ended."""
+        """Return the rest of the text, when the response has ended."""
         return "" if self._tokenizer is None or self.stopped else self._cut()
 
     @property
@@ -99,7 +100,7 @@ class Writer:
         return max(map(len, self._stops), default=0)
 
     def _stops_in(self, text: str) -> bool:
-        """Whether a stop text lies in a text, of which what was given out has none."""
+        """True if a text has a stop text; the part that was given out has none."""
         begin = self._begin
         return begin is not None and first_stop(text, self._stops, max(begin, self._given - self._longest)) is not None
 
@@ -110,10 +111,10 @@ class Writer:
         return stops_from(self._tokenizer, self._ids, self._least)
 
     def _cut(self) -> str:
-        """Make the text that of the whole response, up to its first stop text; the rest of it."""
+        """Cut the text after its first stop text, as that of the whole response; return the rest of it."""
         assert self._tokenizer is not None
         trimmed = trim(self._tokenizer, self._ids, self._stops, self._least)
-        # What was given out stays, also where a tokenizer changes more than it says.
+        # Text that was given out stays, also where a tokenizer changes more than it says.
         self._text = self._text[: self._given] + trimmed.text[self._given :]
         self._ids, self.stopped = trimmed.token_ids, trimmed.stop is not None
         self.final, self._ends = len(self._ids), []

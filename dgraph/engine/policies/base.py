@@ -1,4 +1,4 @@
-"""What a scheduling policy decides, and what it is shown."""
+"""The interface of a scheduling policy, and the state that it is shown."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class View:
 
 
 def _add(foreseen: list[int], running: Running) -> None:
-    """Add what a request will need, from the step that is planned on."""
+    """Add the expected rows of a request, from the step that is planned on."""
     job = running.job
     end = min(running.left - running.ahead, len(foreseen))
     for at in range(end):
         foreseen[at] += running.ordinary
-    if job.chunk:  # its prompt takes what others leave
+    if job.chunk:  # its prompt takes the rows that others leave
         return
     at = running.due - running.ahead
     if at < 0:
@@ -76,24 +76,26 @@ def _add(foreseen: list[int], running: Running) -> None:
 
 
 class SchedulePolicy(ABC):
-    """Who is admitted, and in which order rows are given out. A frozen dataclass: its fields are its settings.
+    """Choice of the requests that are admitted, and of the order in which rows are given out.
 
-    Slots, pages and the order of the queue are the scheduler's: `admits` is asked only of the request that is first in
-    the queue, and only where a slot and its pages are free. A request that fits must be admitted once nothing runs.
+    A policy is a frozen dataclass: its fields are its settings.
+
+    Slots, pages and the order of the queue are the scheduler's. `admits` is asked only of the first request in the
+    queue, and only where a slot and its pages are free. A request that fits must be admitted once nothing runs.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def admits(self, job: Job, view: View) -> bool:
-        """Whether a request starts in this step."""
+        """True if a request starts in this step."""
 
     def measured(self, costs: CostModel, rows: int) -> SchedulePolicy:
-        """This policy on a device of which it is known how long steps take, up to so many rows."""
+        """Adapt this policy to a device whose step times are known, up to `rows` rows."""
         return self
 
     def order(self, view: View) -> list[Running]:
-        """Who takes part in this step, in the order in which rows are given out."""
+        """Requests that take part in this step, in the order in which rows are given out."""
         return view.running
 
 

@@ -13,11 +13,11 @@ class Fcfs(SchedulePolicy):
     """Running requests by order of admission, then waiting ones as long as the rows of this step last.
 
     Admission sees this step alone: requests whose refreshes will meet later are admitted, and the later ones then sit
-    out. While one does, those before it get more than `rows - largest` rows in every step, `largest` being the rows of
-    the largest step that cannot be cut. So it sits out at most `work / (rows - largest + 1)` steps in a row (rounded
-    up), where `work` are all the rows that those admitted before it still need until they end: the bound grows with
-    slots and with lengths of responses. (The paper's public code has no bound: what it schedules goes back to the
-    queue's head, before what it delays.)
+    out. Let `largest` be the rows of the largest step that cannot be cut. While a request sits out, those before it get
+    more than `rows - largest` rows in every step. Let `work` be all the rows that those admitted before it still need
+    until they end. Then it sits out at most `work / (rows - largest + 1)` steps in a row, rounded up. The bound grows
+    with slots and with lengths of responses. (The paper's public code has no bound: requests that it schedules go back
+    to the queue's head, before those that it delays.)
     """
 
     name = "fcfs"

@@ -1,4 +1,4 @@
-"""Look-ahead: refreshes are foreseen, admission asks whether the steps to come hold them, who sat out goes first."""
+"""Look-ahead: admit a request if the coming steps hold its foreseen refreshes; requests that sat out go first."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from dgraph.errors import InputError
 
 @dataclass(frozen=True)
 class LookAhead(SchedulePolicy):
-    """A request is admitted if the steps of the horizon hold what it and those that run will need.
+    """Admit a request if the steps of the horizon hold the rows that it and the running requests will need.
 
-    When refreshes come is known where steps per block are fixed; else it follows from the masks left and from the pace
-    of the request so far. Rows that exceed the budget of a step wait for the next one, and so on: as much as is left
-    over may at no step be more than `delay` steps forward. A refresh that waits is a staggering that lasts, since the
+    The steps of refreshes are known where steps per block are fixed; else they follow from the masks left and from the
+    pace of the request so far. Rows that exceed the budget of a step wait for the next one, and so on. At no step may
+    the rows left over be more than `delay` steps forward. A refresh that waits is a staggering that lasts, since the
     refreshes after it move along.
 
-    `enough` keeps requests from slowing each other down for nothing. Below so many rows a step, another request adds to
-    throughput. Above, steps grow in proportion: what runs ends later by as much as the newcomer starts sooner. So while
-    the steps to come have enough rows on average, a request is admitted only if more wait than half of those that run:
-    a long queue wants the last per cent of throughput, a short one wants the oldest to end.
+    `enough` keeps requests from slowing each other down for nothing. Below `enough` rows a step, another request adds
+    to throughput. Above, steps grow in proportion: the running requests end later by as much as the newcomer starts
+    sooner. So while the coming steps have `enough` rows on average, a request is admitted only if more wait than half
+    of those that run. A long queue wants the last per cent of throughput; a short one wants the oldest to end.
 
-    Rows go by order of the queue, but first to who has sat out `patience` steps in a row, longest first. So none is
-    overtaken for ever: with `n` running requests, `largest` rows of the largest need among them, and facts that are
-    `lag` steps old (1 where the host plans a step while the one before it runs, else 0), a request sits out at most
+    Rows go by order of the queue, but first to requests that have sat out `patience` steps in a row, longest first. So
+    no request is overtaken for ever. Let `n` be the running requests, `largest` the rows of the largest need among
+    them, and `lag` the age of facts in steps. `lag` is 1 where the host plans a step while the one before it runs, else
+    0. Then a request sits out at most
 
         patience + lag + (n - 1) * (1 + lag) // (rows // largest)
 
-    steps in a row. A step in which somebody sits out serves at least `rows // largest` others. Once it is known that a
-    request has sat out `patience` steps, only who has sat out as long goes before it, and each of the `n - 1` others
-    ceases to as soon as it is known to be served, which it may be `1 + lag` times until then.
+    steps in a row. A step in which a request sits out serves at least `rows // largest` others. Once it is known that a
+    request has sat out `patience` steps, only requests that have sat out as long go before it. Each of the `n - 1`
+    others ceases to as soon as it is known to be served. Until then it may be served `1 + lag` times.
 
     Attributes:
         horizon: steps to look ahead.

@@ -13,8 +13,8 @@ class PrefillFirst(SchedulePolicy):
     """Requests that have not finished their prompt, or their first refresh, run alone; else all others do.
 
     Admission asks only whether the first steps of those that run alone fit together: the two kinds are never mixed.
-    Rows go by order of admission within a kind. Nothing bounds how long those in decoding sit out but the arrivals: as
-    long as requests come and there are slots and pages, prompts go first.
+    Rows go by order of admission within a kind. Only the arrivals bound how long decoding requests sit out. As long as
+    requests come and there are slots and pages, prompts go first.
     """
 
     name = "prefill_first"
@@ -28,5 +28,5 @@ class PrefillFirst(SchedulePolicy):
 
 
 def _starts(running: Running) -> bool:
-    """Whether its first step, or its prompt, is not planned to its end."""
+    """True if its first step, or its prompt, is not planned to its end."""
     return running.prompt_left > 0 or (running.steps == 0 and running.ahead == 0)
