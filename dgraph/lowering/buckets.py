@@ -17,17 +17,17 @@ _STRIDES: dict[str, tuple[tuple[float, int], ...]] = {
     "fine": ((128, 0), (1024, 64), (4096, 128), (inf, 256)),
 }
 KINDS = ("exact", *_STRIDES)
-"""The kinds of buckets that have a name."""
+"""Kinds of buckets that have a name."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Rounds a row count up to one that a stage was prepared for.
+    """Round a row count up to one that a stage was prepared for.
 
     Attributes:
-        kind: "exact" (no padding), "hybrid" (powers of two up to 128, then multiples of 256: FOCUS, section 5), "fine"
-            (the same to 128, then multiples of 64, of 128 above 1024 and of 256 above 4096: less padding, more graphs)
-            or "list".
+        kind: "exact" (no padding), "hybrid", "fine" or "list". "hybrid" has powers of two up to 128, then multiples of
+            256 (FOCUS, section 5). "fine" has powers of two up to 128, then multiples of 64, of 128 above 1024 and of
+            256 above 4096. It pads less and needs more graphs.
         sizes: the ascending list of kind "list"; larger counts round up to multiples of the last.
     """
 
@@ -53,7 +53,7 @@ class Buckets:
 
     @classmethod
     def default(cls, device: torch.device) -> Buckets:
-        """What a device gets unless the caller says otherwise: the paper's list on a GPU, no padding elsewhere."""
+        """Default buckets of a device: the paper's list on a GPU, no padding elsewhere."""
         return cls("hybrid" if device.type == "cuda" else "exact")
 
     def __call__(self, rows: int) -> int:
@@ -83,5 +83,5 @@ class Buckets:
         return tuple(sizes)
 
     def to_json(self) -> str | list[int]:
-        """As the option that makes them."""
+        """The option that makes these buckets."""
         return list(self.sizes) if self.kind == "list" else self.kind

@@ -1,9 +1,9 @@
-"""Chunks of rows: which steps may run on some rows at a time, so that what lies between them stays small.
+"""Chunks of rows: run steps on some rows at a time, so that the values between them stay small.
 
-A transformer acts row by row except in attention. So the steps between two calls that look at other rows can run on
-a part of the rows after the other, and what they make on the way (gate and up, their product, the normed rows) exists
-for that part only. The largest of these is six times as wide as the hidden state: of a prompt of 32k rows it would be
-the largest tensor of a forward.
+A transformer acts row by row except in attention. So the steps between two calls that look at other rows can run on one
+part of the rows after the other. Their values on the way (gate and up, their product, the normed rows) exist for that
+part only. The largest of these is six times as wide as the hidden state. For a prompt of 32k rows it would be the
+largest tensor of a forward.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from dgraph.ops import OPS, op_of
 from dgraph.shapes import Symbols, is_row_set
 
 CHUNK_ROWS = 24576
-"""Rows of a chunk at most. Far more than fill a device: results of chunks are copied together, and a stage that runs
-in chunks is not captured, so a batch of a few sequences of usual length runs whole. Yet of a prompt of 32k tokens what
-lies between stays small beside keys and values.
+"""Most rows of a chunk.
+
+They are far more than fill a device. Results of chunks are copied together, and a stage that runs in chunks is not
+captured. So a batch of a few sequences of usual length runs whole. Yet for a prompt of 32k tokens, the values between
+steps stay small beside keys and values.
 """
 
-# Of these, the sizes tell whether they act row by row: an op that mixes rows has a result whose first dimension is
+# The sizes of these ops tell if they act row by row: an op that mixes rows has a result whose first dimension is
 # another, or that has the rows in a second one.
 _TOLD_BY_SIZES = {"linear", "reshape", "unsqueeze", "stack", "sum", "to"}
 # These act along one dimension, which must not be that of the rows; the place of the argument that names it.
@@ -43,11 +45,11 @@ _TABLES = {"embedding": 0}
 
 @dataclass(frozen=True)
 class Slicing:
-    """How a step is cut into chunks.
+    """Cutting of a step into chunks.
 
     Attributes:
         rows: the row set, which is the first dimension of everything that has rows.
-        count: the argument that says how many rows are live; None if the step need not know.
+        count: the argument with the number of live rows; None if the step need not know it.
     """
 
     rows: str
@@ -55,7 +57,7 @@ class Slicing:
 
 
 def slicing_of(graph: Graph, step: Region | Call | Fused) -> Slicing | None:
-    """How a step is cut into chunks; None if it looks at several rows at once, or at none."""
+    """Cutting of a step into chunks; None if the step looks at several rows at once, or at none."""
     if isinstance(step, Region):
         rows = _rows_of_region(graph.symbols, step)
         return Slicing(rows) if rows else None
@@ -82,11 +84,11 @@ def in_chunks(
     outside: Collection[int],
     limit: int,
 ) -> tuple[AnyStep, ...]:
-    """The steps of a stage, those that run in chunks joined.
+    """Join the steps of a stage that run in chunks.
 
     Args:
-        graph: what they are of.
-        origins: what each step was lowered from.
+        graph: the graph of the steps.
+        origins: the region or call that each step was lowered from.
         steps: in order.
         numbers: slots of nodes.
         outside: slots that something outside of `steps` reads.
@@ -117,7 +119,7 @@ def _joined(
     after: Collection[int],
     limit: int,
 ) -> RowChunks | None:
-    """Steps that follow each other as one; None if chunks would save nothing."""
+    """Join steps that follow each other; None if chunks would save nothing."""
     nodes = [n for o in origins for n in _made_by(o)]
     outputs = {n for n in nodes if numbers.get(n) in after}
     held = {viewed(n) for n in outputs}
@@ -142,7 +144,7 @@ def _joined(
 
 
 def _made_by(origin: Region | Call | Fused) -> Sequence[Node]:
-    """The nodes that a step gives a value."""
+    """Nodes whose values a step makes."""
     return origin.nodes if isinstance(origin, Region) else [part for _, part in origin.results]
 
 
@@ -157,7 +159,7 @@ def _rows_of_region(symbols: Symbols, region: Region) -> str:
 
 
 def _acts_by_row(symbols: Symbols, node: Node) -> bool:
-    """Whether a row of a node's result depends on the same row of its arguments only; none of them is mixed."""
+    """True if a row of a node's result depends only on the same row of its arguments; none of these is mixed."""
     target, args = node.target, args_of(node)
     rowed = [n for n in node.all_input_nodes if _row_set(symbols, n)]
     if target is operator.getitem:
@@ -182,7 +184,7 @@ def _acts_by_row(symbols: Symbols, node: Node) -> bool:
 
 
 _MIXED = "?"
-"""Of a value that has rows elsewhere than in its first dimension, or whose sizes are no tensor's."""
+"""Row set of a value with rows outside its first dimension, or with sizes that are no tensor's."""
 
 
 def _row_set(symbols: Symbols, node: Node) -> str:

@@ -1,4 +1,4 @@
-"""What a graph holds and calls, as text: what its steps allocate, and how long they take, depends on nothing else."""
+"""Text of everything that a graph holds and calls; memory and time of its steps depend on nothing else."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dgraph.nodes import args_of, op_name
 
 
 def contents(graph: Graph) -> str:
-    """Weights and inputs by type, calls by what they read: one line each, with how many are alike.
+    """Weights and inputs by type, calls by the types that they read: one line each, with the number of equal ones.
 
-    That says how weights are stored and which rows are rounded. There are no names in it, so that layers which are
-    alike share their lines, and graphs that were made alike have one text.
+    The text shows how weights are stored and which rows are rounded. There are no names in it, so that equal layers
+    share their lines, and graphs that were made alike have one text.
     """
     lines = Counter(_line(graph, node) for node in graph.nodes if node.op != "output" and node.target is not getitem)
     return "\n".join(f"{line}  x {count}" for line, count in sorted(lines.items()))

@@ -51,11 +51,11 @@ class LoweredProgram:
         graph: the phase's graph, verified; it is kept for dumps.
         compiler: makes the region functions; share it among the phases of a model.
         buckets: rounds the row count of every stage.
-        runner: makes what runs a stage.
+        runner: makes the function that runs a stage.
         tuning: tilings of kernels that its launches take where they were chosen; None for the kernels' own.
-        chunk_rows: steps that act row by row run on at most so many rows at a time, so that what lies between them
-            stays small; None to run them on all rows. It changes no result, but for what a product of matrices makes
-            of another number of rows.
+        chunk_rows: most rows at a time of steps that act row by row, so that the values between them stay small; None
+            to run them on all rows. It changes no result, except as products of matrices round differently for another
+            number of rows.
         fused: see `prepared`.
         graph_rows: on more rows no stage is recorded as a CUDA graph, nor is one whose steps run in chunks; None for
             any number. A graph holds the memory of its rows for good, and saves launches, which count for little where
@@ -142,7 +142,7 @@ class LoweredProgram:
 
     @torch.no_grad()
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
-        """The same in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows."""
+        """Run in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows."""
         slots, least = Slots(self._template), ("", math.inf)
         for name, slot, dtype, by_row in self._given:
             value = inputs.get(name)
@@ -161,7 +161,7 @@ class LoweredProgram:
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """While it is entered, `observer` sees every call of an op that the schedule left to itself.
+        """Context in which `observer` sees every call of an op that the schedule left to itself.
 
             with program.observed(lambda op, args, result: print(op.name)):
                 program(inputs, rows)
@@ -174,7 +174,7 @@ class LoweredProgram:
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """While it is entered, the steps run one by one, without CUDA graphs."""
+        """Context in which the steps run one by one, without CUDA graphs."""
         runners = self._runners
         self._runners = [run_steps(stage) for stage in self.lowered]
         try:
@@ -183,9 +183,9 @@ class LoweredProgram:
             self._runners = runners
 
     def on_stand_ins(self, inputs: Mapping[str, Tensor], weight: Callable[[Tensor], Tensor], rows: int) -> None:
-        """Run the steps on whatever stands for the inputs, and for each weight; `rows` rows live on at every cut.
+        """Run the steps on stand-ins for the inputs and for each weight; `rows` rows live on at every cut.
 
-        For values that have sizes alone: the functions of the steps must take them (`dgraph.lowering.steps.instead`).
+        Stand-ins have sizes alone, and the functions of the steps must take them (`dgraph.lowering.steps.instead`).
         """
         slots = Slots(None if value is None else weight(value) for value in self._template)
         for name, (slot, _) in self._inputs.items():
@@ -194,8 +194,10 @@ class LoweredProgram:
             run_steps(stage)(slots)(rows)
 
     def _on(self, slots: Slots, least: tuple[str, float], launch: Launch, rows: int) -> ProgramResult:
-        """Run on so many live rows; least: the input with the fewest rows, and how many. Nothing of it needs gradients,
-        and whoever calls it has turned them off: to do so here would take the device 10 us to wait for.
+        """Run on `rows` live rows.
+
+        least: name of the input with the fewest rows, and their number. No gradients are needed, and the callers have
+        turned them off: doing so here would cost 10 us in which the device waits.
         """
         if least[1] < rows:
             raise LoweringError(f"input {least[0]!r} has {least[1]} rows, expected at least {rows}.")
@@ -219,17 +221,17 @@ class LoweredProgram:
         return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
 
     def _bucket(self, rows: int) -> int:
-        """The bucket of so many rows, looked up where they were met before: the device waits for it."""
+        """The bucket of a row count, looked up where it was met before: the device waits for it."""
         return self._padded.get(rows) or self._padded.setdefault(rows, self.buckets(rows))
 
     def _sizes(self, slots: Slots) -> dict[str, int]:
-        """The symbols in the declared sizes of the inputs, and what they are now; but for those of rows."""
+        """Current sizes by symbol of the inputs' declared shapes; inputs with a value per row are left out."""
         others = ((slot, spec) for slot, spec in self._inputs.values() if spec.per != "row")
         sizes = (zip(spec.shape, slots[slot].shape, strict=True) for slot, spec in others)
         return {name: size for pairs in sizes for name, size in pairs if isinstance(name, str)}
 
     def _number(self, node: Node | None) -> Slot:
-        """The slot of a node, a new one if it has none yet; None: of a value that no node of the graph stands for."""
+        """Slot of a node, a new one if it has none yet; for None, a new slot of a value without a node."""
         if node is not None and node in self._numbers:
             return self._numbers[node]
         slot = Slot(self._count)
@@ -254,7 +256,7 @@ class LoweredProgram:
         return Step(function, args, tuple((part, self._number(n)) for part, n in written), op, step)
 
     def _lower_cut(self, call: Call) -> Cut:
-        """Rows are listed in the stage before, with room for all of them; so nothing is launched after the read."""
+        """Lower a cut. Rows are listed in the stage before, with room for all: nothing is launched after the read."""
         keep, cu_rows = (self._numbers[n] for n in args_of(call.node)[:2])
         parts = dict(call.results)
         index, offsets = self._number(parts.get(0)), self._number(parts.get(1))
@@ -309,7 +311,7 @@ class LoweredProgram:
         return tuple(lowered)
 
     def _place_frees(self) -> None:
-        """Free each slot after its last reader; weights, inputs, outputs and what the host reads stay."""
+        """Free each slot after its last reader; weights, inputs, outputs and slots that the host reads stay."""
         keep = set(self._outputs.values()) | set(range(len(self._template)))
         for cut in self._cuts:
             keep.update((cut.index, cut.offsets) if cut else ())
@@ -326,7 +328,7 @@ class LoweredProgram:
 
 
 def _bridge_length(stage: Stage) -> int:
-    """How many steps at the head of a stage gather rows."""
+    """Number of steps at the head of a stage that gather rows."""
     for i, step in enumerate(stage.steps):
         if not (isinstance(step, Call) and (op := op_of(step.node.target)) and op.name == "compact"):
             return i

@@ -1,10 +1,10 @@
-"""What a lowered program allocates while it runs, without running it.
+"""Predict the memory that a lowered program allocates while it runs, without running it.
 
 Its own steps run, in their order and with the executor's own frees, on fake tensors of the sizes that are asked for. So
 a change of schedule, of chunks or of a pass is a change here, too. An op of ours gives its fake results, and says how
 much it needs for itself beside them (`Op.workspace`). A region that runs op by op does so here. A compiled one is
-walked node by node: what a library multiplies, and what it reads, lies in memory, and so does what the region returns;
-all else is fused into what reads it, and exists for one element at a time.
+walked node by node. Operands and results of library products lie in memory, and so do the results of the region. All
+other values are fused into their readers, and exist for one element at a time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,20 @@ from dgraph.shapes import InputSpec, without_window
 
 HEAD = "LM head"
 GROUPS = ("attention", "projections", "feed-forward", "norms", HEAD, "other")
-"""Of the nodes of a program: attention with what it reads and writes, the linear layers before and after it, the
-feed-forward network, the norms and sums around them, what comes after the last layer, and what before the first."""
+"""Groups of the nodes of a program.
+
+- attention: attention with the values that it reads and writes.
+- projections: the linear layers before and after attention.
+- feed-forward: the feed-forward network.
+- norms: the norms and sums around them.
+- LM head: everything after the last layer.
+- other: everything before the first layer.
+"""
 
 GRAIN = {"cuda": 512}
-"""Bytes of which torch's allocator gives out multiples, by type of device; 1 elsewhere."""
+"""Granularity in bytes of torch's allocator, by type of device; 1 elsewhere."""
 
-# Handed to a library by the compiler, so that what they read and give lies in memory.
+# The compiler hands these ops to a library, so their operands and results lie in memory.
 _LIBRARY = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "topk", "sort"}
 
 
@@ -57,7 +64,9 @@ class Footprint:
 
 @torch.no_grad()
 def footprint(program: LoweredProgram, sizes: Mapping[str, int]) -> Footprint:
-    """What a run allocates. The program must not run meanwhile: its steps are other functions.
+    """Predict the bytes that a run allocates.
+
+    The program must not run meanwhile, since its steps have other functions then.
 
     Args:
         program: a lowered one.
@@ -86,7 +95,7 @@ def size_of(dim: int | str, sizes: Mapping[str, int]) -> int:
     if isinstance(dim, int):
         return dim
     name, _, more = dim.partition("+")
-    name = name if name in sizes else without_window(name)  # of every window as many as of all positions
+    name = name if name in sizes else without_window(name)  # each window has as many as all positions
     if name not in sizes:
         raise InputError(f"size {name!r} of an input is not given; sizes has {', '.join(sizes) or 'none'}.")
     return sizes[name] + int(more or 0)
@@ -100,7 +109,7 @@ class _Run:
     """One run on fake tensors.
 
     Attributes:
-        watch: what counts.
+        watch: counts the bytes.
         peaks: most live bytes while a node of a group ran, by group.
     """
 
@@ -115,12 +124,12 @@ class _Run:
         self.peaks[self._group] = max(self.peaks.get(self._group, 0), live)
 
     def like(self, weight: Tensor) -> Tensor:
-        """What stands for a weight; it takes no memory."""
+        """Stand-in for a weight; it takes no memory."""
         size, stride = weight.shape, weight.stride()
         return self._quietly(torch.empty_strided, size, stride, dtype=weight.dtype, device=weight.device)
 
     def function(self, step: Step) -> Callable[..., Any]:
-        """What stands for the function of a step."""
+        """Stand-in for the function of a step."""
         origin, function = step.origin, step.function
         if isinstance(origin, Region):
             walk = self._walked_fused if self.compiled else self._walked
@@ -140,7 +149,7 @@ class _Run:
         return result
 
     def _taken_along(self, fused: Fused, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a call takes along is computed where it is read, but for the attention before a rounding."""
+        """Run fused calls: values are computed where they are read, but for the attention before a rounding."""
         if op_of(fused.made.target) is None:  # in place
             self._enter(fused.made)
             return self._quietly(function, *args)
@@ -153,11 +162,11 @@ class _Run:
                 space = max(space, op.workspace(self.device, *own) if op.workspace is not None else 0)
             else:
                 values[node] = self._quietly(_call, node, values)
-        self.watch.rise(space)  # of an attention, while there is what is made of it
+        self.watch.rise(space)  # workspace of an attention, held while its rounded result exists
         return values[fused.made]
 
     def _walked(self, region: Region, args: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Node by node; what nobody reads any more is freed."""
+        """Run a region node by node; values without further readers are freed."""
         values: dict[Node, Any] = dict(zip(region.inputs, args, strict=True))
         freed = _freed_after(region)
         for node in region.nodes:
@@ -168,7 +177,7 @@ class _Run:
         return tuple(values[n] for n in region.outputs)
 
     def _walked_fused(self, region: Region, args: Sequence[Tensor]) -> tuple[Any, ...]:
-        """As compiled code does it. A value that is not in memory holds what it is computed from until it is read."""
+        """Run a region as compiled code does it. A value that is not in memory holds its sources until it is read."""
         held: dict[Node, tuple[Any, ...]] = {n: (value,) for n, value in zip(region.inputs, args, strict=True)}
         in_memory, freed = _in_memory(region), _freed_after(region)
         for node in region.nodes:
@@ -179,7 +188,7 @@ class _Run:
             del sources
             done = freed.get(node, ())
             if node in in_memory and _name(node) not in _LIBRARY:
-                # A kernel may write over what it reads last, if that is as large.
+                # A kernel may write over a value that it is the last to read, if that is as large.
                 for n in done:
                     if n in in_memory and _bytes(held[n][0]) == _bytes(value):
                         del held[n]
@@ -202,13 +211,13 @@ class _Run:
 
 
 def _dense(arg: Any, args: Sequence[Any]) -> Any:
-    """Quantised weights and rows as the schema of an op has them, in the dtype of the rows; all else as it is."""
+    """Quantised weights and rows in the form of an op's schema, in the dtype of the rows; other arguments unchanged."""
     quantised = isinstance(arg, (QuantisedWeight, QuantisedRows))
     return arg.values.new_empty(arg.shape, dtype=args[0].dtype) if quantised else arg
 
 
 def groups_of(graph: Graph) -> dict[Node, str]:
-    """The group of each call of a graph, by where it stands: see `GROUPS`."""
+    """Group of each call of a graph, by its place; see `GROUPS`."""
     attention = {layer.index: _module(layer.attention) for layer in layers_of(graph)}
     products = {(n.meta["layer"], _module(n)) for n in graph.calls if _multiplies(n)}
     found, after = {}, False

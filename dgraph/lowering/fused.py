@@ -1,16 +1,16 @@
-"""What a step takes along on a GPU, where every pass over memory counts and a compiled region cannot have it.
+"""Fuse calls on a GPU where a compiled region cannot: every pass over memory counts there.
 
-Sums of the residual stream: a linear layer whose result is added to the stream writes it, and the sum reads it again,
-two passes beside those that the sum itself makes. A product of matrices can add to what its result holds already. So
-where nothing reads the stream again, its buffer becomes the sum's, and what follows (a norm, mostly) reads one value
-instead of two.
+Sums of the residual stream: a linear layer whose result is added to the stream writes it, and the sum reads it again.
+These are two passes beside those of the sum itself. A product of matrices can add to the values that its result holds
+already. So where nothing reads the stream again, its buffer becomes the sum's. Then the next op (a norm, mostly) reads
+one value instead of two.
 
-Rotations of queries: attention loads each query once, and can rotate it there. A rotary embedding before it is a
-pass of its own, unless what makes the queries (a norm of heads) is one anyway.
+Rotations of queries: attention loads each query once, and can rotate it there. A rotary embedding before it is a pass
+of its own, unless the op that makes the queries (a norm of heads) is one anyway.
 
-Rounding of what attention gives: where the keys are divided among programs, what adds their shares up has whole rows,
-and rounds them. Where they are not, or rows are too wide for a program, a kernel reads the live rows again, and rounds
-them.
+Rounding of attention results: where the keys are divided among programs, the kernel that adds up their shares has whole
+rows, and rounds them. Where keys are not divided, or rows are too wide for a program, a kernel reads the live rows
+again, and rounds them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dgraph.quantised import quantised_rows
 aten = torch.ops.aten
 
 _FRESH = (aten.add.Tensor, aten.embedding.default)
-"""What makes a stream whose buffer is nobody else's."""
+"""Ops that make a stream in a buffer of its own."""
 
 _ATTENDED = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of queries that kernels of attention take."""
@@ -47,9 +47,9 @@ class Fused:
     Attributes:
         made: the last of them, which gives the result.
         within: those before it, in order; nothing else reads them.
-        function: computes all.
+        function: computes all of them.
         args: of the function: nodes and plain values.
-        by_row: whether a row of the result depends on the same row of the arguments only.
+        by_row: True if a row of the result depends only on the same row of the arguments.
     """
 
     made: Node
@@ -60,22 +60,22 @@ class Fused:
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        """The values that it reads, each once."""
+        """Values that the fused call reads, each once."""
         return tuple(inputs_of(arg for arg in self.args if isinstance(arg, Node)))
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All of them, in order."""
+        """All nodes, in order."""
         return (*self.within, self.made)
 
     @property
     def results(self) -> tuple[tuple[int | None, Node], ...]:
-        """The parts of its result, with the node of each; part None is the result itself."""
+        """Parts of the result, with the node of each; part None is the result itself."""
         return results_of(self.made)
 
 
 def results_of(node: Node) -> tuple[tuple[int | None, Node], ...]:
-    """The parts of a call's result that are picked, with the node of each; part None is the result itself."""
+    """Parts of a call's result that are picked, with the node of each; part None is the result itself."""
     parts = [(args_of(user)[1], user) for user in node.users if user.target is operator.getitem]
     return tuple(parts) if parts else ((None, node),)
 
@@ -87,13 +87,13 @@ def add_product(stream: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Attend:
-    """An attention that rotates its queries, rounds what it gives, or both.
+    """Attention that rotates its queries, rounds its results, or both.
 
     Attributes:
         op: the attention.
-        rotated: whether it takes cos and sin [N, 1, D] after the queries [N, Hq, D], and attends with
-            rope(q, cos, sin).
-        kind: of numbers, in which it gives its results as rows: values [N, Hq * D] and scales [N, 1], as
+        rotated: True if it takes cos and sin [N, 1, D] after the queries [N, Hq, D], and attends with rope(q, cos,
+            sin).
+        kind: number format of results that are rounded rows: values [N, Hq * D] and scales [N, 1], as
             dgraph::rows_quantise does; None for results as they are, [N, Hq, D].
     """
 
@@ -102,7 +102,7 @@ class Attend:
     kind: str | None = None
 
     def __call__(self, q: Tensor, *args: Any) -> Any:
-        """The attention of its arguments."""
+        """Run the attention on its arguments."""
         rotation, rest = (args[:2], args[2:]) if self.rotated else (None, args)
         if q.device.type != "cuda":
             attended = self.op.overload(q if rotation is None else rope.reference(q, *rotation), *rest)
@@ -114,12 +114,12 @@ class Attend:
 
 
 def fused_of(graph: Graph) -> dict[Node, Fused]:
-    """Everything in a graph that takes something along, by the node that it stands for."""
+    """Every fused call of a graph, by the node that it stands for."""
     return {**sums_of(graph), **attentions_of(graph)}
 
 
 def attentions_of(graph: Graph) -> dict[Node, Fused]:
-    """The attentions of a graph that can rotate their queries or round what they give, by the last node of each."""
+    """The attentions of a graph that can rotate their queries or round their results, by the last node of each."""
     rounded = _rounded_attentions(graph)
     found = {}
     for attention in graph.calls:
@@ -136,7 +136,7 @@ def attentions_of(graph: Graph) -> dict[Node, Fused]:
 
 
 def _rotated_queries(graph: Graph, attention: Node) -> Node | None:
-    """The rotation of the queries of an attention that can do it itself; None if there is none."""
+    """The rotation of the queries of an attention that can do it itself; None without one."""
     if attention.target is not OPS["paged_attention"].overload:
         return None
     turned, *rest = args_of(attention)
@@ -150,8 +150,10 @@ def _rotated_queries(graph: Graph, attention: Node) -> Node | None:
 
 
 def _rounded_attentions(graph: Graph) -> dict[Node, tuple[tuple[Node, Node], Node]]:
-    """The attentions that can round what they give, for a product that takes nothing else of them: with their rows, and
-    the rounding of these."""
+    """The attentions that can round their results, each with its rows and the rounding of these.
+
+    A product reads the rounding, and nothing else reads the attention.
+    """
     found = {}
     for made in graph.find("quantise_rows"):
         rows = args_of(made)[0]
@@ -169,7 +171,7 @@ def _rounded_attentions(graph: Graph) -> dict[Node, tuple[tuple[Node, Node], Nod
 
 
 def _is_written(attention: Node, later: Node) -> bool:
-    """Whether something that it reads is written between it and a later call, or the program is cut there."""
+    """True if an input of a node is written between the node and a later call, or the program is cut there."""
     node, read = attention.next, set(attention.all_input_nodes)
     while node is not later:
         op = op_of(node.target)
@@ -194,7 +196,7 @@ def sums_of(graph: Graph) -> dict[Node, Fused]:
 
 
 def _is_layer(linear: object, total: Node) -> bool:
-    """Whether it is a linear layer of the sum alone, without a bias, by a weight as the model has it."""
+    """True if a node is a linear layer without a bias, read by the sum alone, whose weight is one of the model."""
     found = linear_of(linear)
     if found is None or found.kind != "plain" or set(found.node.users) != {total}:
         return False
@@ -202,8 +204,11 @@ def _is_layer(linear: object, total: Node) -> bool:
 
 
 def _ends_in(stream: object, linear: Node, total: Node) -> bool:
-    """Whether it is a stream that nothing reads after the sum, and nothing shares the memory of; of the dtype that the
-    layer gives, since products add up in one dtype alone."""
+    """True if a node is a stream that can take the sum in place.
+
+    Nothing may read the stream after the sum, or share its memory. Its dtype must be that of the layer's result, since
+    products add up in one dtype alone.
+    """
     if not isinstance(stream, Node) or stream.target not in _FRESH:
         return False
     value, product, result = (node.meta["val"] for node in (stream, linear, total))
@@ -214,6 +219,6 @@ def _ends_in(stream: object, linear: Node, total: Node) -> bool:
 
 
 def _may_alias(node: Node) -> bool:
-    """Whether a result may be a view of an argument. Ops of ours never give one."""
+    """True if a result may be a view of an argument. Ops of dgraph never return a view."""
     schema = getattr(node.target, "_schema", None)
     return op_of(node.target) is None and (schema is None or any(r.alias_info is not None for r in schema.returns))

@@ -1,4 +1,4 @@
-"""Regions compiled by Inductor: now, before in this process, or by an earlier process that stored them."""
+"""Compile regions by Inductor, or find them: compiled earlier in this process, or stored by an earlier one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from dgraph.errors import LoweringError
 from dgraph.private.inductor import compile_region, inductor_settings, load_region, pack_region
 
 RegionFunction = Callable[..., Sequence[Tensor]]
-"""Takes the region's inputs in order, returns its outputs in order."""
+"""Function of a region: takes its inputs in order, returns its outputs in order."""
 
 
 SECOND: Mapping[str, Mapping[str, Any]] = {"cuda": {"triton.persistent_reductions": False}}
-"""By type of device, settings for a region that does not compile as it is. Triton 3.6 fails on some kernels that reduce
-one row per program and use the sum both as a result and in further results ("operand does not dominate this use")."""
+"""Settings for a region that does not compile as it is, by type of device.
+
+Triton 3.6 fails on some kernels that reduce one row per program and use the sum both as a result and in further
+results. Its error is "operand does not dominate this use".
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Source:
 
     @property
     def key(self) -> Key:
-        """Of its artifact."""
+        """Key of the region's artifact."""
         return region_key(self.text, self.device, self.options, self.functions)
 
 
@@ -61,9 +64,9 @@ class Compiled:
 
     Attributes:
         function: runs it.
-        files: what a store needs to make it again; empty if it cannot be stored, or was not asked to be.
-        new: whether Inductor compiled it just now.
-        stored: whether it is in the store that was given.
+        files: content by name from which a store makes it again; empty if it cannot be stored, or was not asked to be.
+        new: True if Inductor compiled it just now.
+        stored: True if it is in the store that was given.
         storable: False if a copy for a store was asked for and torch could keep none.
     """
 
@@ -80,7 +83,7 @@ _LOCK = threading.Lock()
 
 
 def compiled(source: Source, store: Store | None = None, tell: Callable[[str], None] = lambda what: None) -> Compiled:
-    """A region as a function, compiled only if nobody has done so before.
+    """Compile a region, unless this process or the store has it already.
 
     Args:
         source: the region.
@@ -88,7 +91,7 @@ def compiled(source: Source, store: Store | None = None, tell: Callable[[str], N
         tell: called with "compiling", "loading" or "waiting for".
 
     Raises:
-        LoweringError: Inductor cannot compile it, or what it compiled accepts only the size it was shown.
+        LoweringError: Inductor cannot compile it, or the compiled code accepts only the size it was shown.
     """
     key = source.key
     with _LOCK:
@@ -114,7 +117,7 @@ def compiled(source: Source, store: Store | None = None, tell: Callable[[str], N
 
 
 def known(source: Source, store: Store | None = None) -> Compiled | None:
-    """A region that somebody has compiled before, in this process or for the store; else None."""
+    """Find a region that was compiled before, in this process or for the store; else None."""
     key = source.key
     with _LOCK:
         found = _COMPILED.get(key.digest) or _load(key, source, store, lambda what: None)
@@ -125,7 +128,7 @@ def known(source: Source, store: Store | None = None) -> Compiled | None:
 
 
 def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], None]) -> Compiled | None:
-    """A region from the store, run once; None if it is not there or does not load."""
+    """Load a region from the store and run it once; None if it is not there or does not load."""
     found = store.find(key) if store is not None else None
     if store is None or found is None:
         return None
@@ -133,14 +136,17 @@ def _load(key: Key, source: Source, store: Store | None, tell: Callable[[str], N
     try:
         function = load_region(found.files, found.folder, source.options)
         _run(function, source.inputs)
-    except Exception as error:  # whatever torch or the loader makes of it
+    except Exception as error:  # torch and the loader fail in many ways
         store.reject(key.digest, f"it does not load ({_reason(error)})")
         return None
     return Compiled(function, found.files, stored=True)
 
 
 def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
-    """A region compiled now and stored. Torch can store less than it can compile; then it is compiled as it is."""
+    """Compile a region now and store it.
+
+    Torch can store less than it can compile. A region that it cannot store is compiled without a copy.
+    """
     try:
         function = _with_copy(source)
         files = pack_region(function)
@@ -153,7 +159,7 @@ def _compile_and_store(key: Key, source: Source, store: Store) -> Compiled:
 
 
 def _compile(source: Source) -> Compiled:
-    """A region compiled now, of which torch need not keep a copy."""
+    """Compile a region now, without a copy for a store."""
     try:
         function = _made(source)
         _run(function, source.inputs)
@@ -166,14 +172,14 @@ def _compile(source: Source) -> Compiled:
 
 
 def _with_copy(source: Source) -> RegionFunction:
-    """A region compiled now, of which torch keeps a copy."""
+    """Compile a region now, so that torch keeps a copy."""
     hashes = "".join(sources_of(source.functions).values())
     allowed = {f"{f.__module__}.{f.__qualname__}": hashes for f in source.functions}
     return _made(source, allowed)
 
 
 def _made(source: Source, allowed: Mapping[str, str] | None = None) -> RegionFunction:
-    """A region compiled now, with `SECOND` settings if it does not compile without.
+    """Compile a region now, with `SECOND` settings if it does not compile without.
 
     Args:
         allowed: as for `compile_region`.
@@ -195,9 +201,9 @@ def _placeholders(module: torch.fx.GraphModule) -> list[Tensor]:
 def _run(function: RegionFunction, inputs: Sequence[Tensor]) -> None:
     """Call a region on zeros of two row counts: Inductor may have specialised to one without a word.
 
-    On a GPU it times the layouts of a kernel, where it has several, in the first call, and keeps the best for good: so
-    that call has as many rows as pay for the choice. A size that is nowhere the first (positions of a page, pages of a
-    sequence) is small, or a cache would be larger than the device.
+    On a GPU the first call times the layouts of a kernel, where it has several, and keeps the best for good. So that
+    call has as many rows as pay for the choice. A size that is nowhere the first dimension is small, or a cache would
+    be larger than the device. Such sizes are positions of a page, or pages of a sequence.
     """
     with torch.no_grad():
         for rows, few in ((2048 if any(v.device.type == "cuda" for v in inputs) else 3, 2), (5, 4)):

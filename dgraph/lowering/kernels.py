@@ -1,10 +1,10 @@
 """Kernels of our ops as Triton compiled them, stored for later processes.
 
-Triton compiles a kernel when a launch first meets its constants and types, for a second or more, and keeps it in a
-cache of its own. A store holds one entry per module of kernels and kind of device (`dgraph.cache.key.kernel_keys`),
-with every specialisation that was ever launched there, and one with the libraries that launch them, and those kernels
-of compiled regions that Inductor does not launch by itself. Before the first launch all of them are put into Triton's
-cache, where it finds them by its own hash.
+Triton compiles a kernel when a launch first meets its constants and types. That takes a second or more, and Triton
+keeps the kernel in a cache of its own. A store holds one entry per module of kernels and kind of device
+(`dgraph.cache.key.kernel_keys`), with every specialisation that was ever launched there. One more entry has the
+libraries that launch them, and that launch the kernels of compiled regions which Inductor does not launch by itself.
+Before the first launch all of them are put into Triton's cache, where it finds them by its own hash.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ _MEMBER = re.compile(r"([0-9a-f]{64})/(\w[\w.+-]*)")
 PACKAGE = "dgraph.ops.triton"
 
 Files = Mapping[str, bytes]
-"""What Triton loads a kernel or a library from: content by name."""
+"""Files from which Triton loads a kernel or a library: content by name."""
 
 
 class Kernels:
     """The compiled kernels of this process, for the programs of one model.
 
     Args:
-        target: what kernels are compiled for (`dgraph.private.triton.target_of`); None where there are none.
+        target: the device target of compiled kernels (`dgraph.private.triton.target_of`); None where there are no
+            kernels.
         store: where they are stored; None for nowhere.
-        tell: called with what is being done, for display.
+        tell: called with the name of each stage of the work, for display.
 
     Attributes:
-        restored: Triton's hashes of what was put into its cache, in order.
+        restored: Triton's hashes of the kernels and libraries that were put into its cache, in order.
     """
 
     def __init__(self, target: str | None, store: Store | None, tell: Callable[[str], None] | None = None):
@@ -70,7 +71,7 @@ class Kernels:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """Kernels that are launched inside of the block come from the store, and go there, even if it is left early."""
+        """Context that takes kernels from the store and stores those launched inside it, even if it is left early."""
         self.restore()
         try:
             yield
@@ -78,14 +79,20 @@ class Kernels:
             self.save()
 
     def prepare(self) -> None:
-        """Take what launches kernels from the store, now: Inductor needs it for its own, and would move the cache."""
+        """Take the launcher libraries from the store, now.
+
+        Inductor needs them for its own kernels, and would move the cache.
+        """
         if self._store is not None:
             settle_kernels()
             if self._put(self._store, [self._keys[LAUNCHERS]]):
                 load_helpers()
 
     def restore(self) -> None:
-        """Put what the store has into Triton's cache, unless it is there. Does nothing while that folder stays."""
+        """Put the kernels of the store into Triton's cache, unless they are there.
+
+        Does nothing while the folder of that cache stays the same.
+        """
         if self._store is not None and self._folder != cache_folder():
             self._folder = cache_folder()
             self._tell("loading kernels")
@@ -110,7 +117,7 @@ class Kernels:
         return count
 
     def save(self) -> int:
-        """Store what this process compiled or loaded and the store has not.
+        """Store the kernels that this process compiled or loaded and the store has not.
 
         Returns:
             The number of kernels and libraries that were new to this object.
@@ -172,7 +179,7 @@ def kernel_modules() -> list[str]:
 
 
 def bundle_of(module: str) -> str:
-    """Under which name the kernels of a module lie together: short for one of dgraph's own."""
+    """Name under which the kernels of a module lie together: short for a module of dgraph."""
     return module.removeprefix(f"{PACKAGE}.")
 
 
@@ -181,7 +188,7 @@ def _library(path: Path) -> Files:
 
 
 def packed(kernels: Mapping[str, Files]) -> bytes:
-    """Kernels by hash as one file, the same for the same kernels."""
+    """Pack kernels by hash into one file, the same for the same kernels."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, files in sorted(kernels.items()):
@@ -210,7 +217,7 @@ def unpacked(content: bytes) -> dict[str, dict[str, bytes]]:
 
 
 def names_of(content: bytes) -> dict[str, list[int]]:
-    """Of a packed file: per kernel the bytes of the code of each specialisation."""
+    """Code sizes in bytes of each specialisation, by kernel, from a packed file."""
     found: dict[str, list[int]] = {}
     for files in unpacked(content).values():
         for file, code in files.items():

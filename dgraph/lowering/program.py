@@ -1,4 +1,4 @@
-"""What the runtime sees of a lowered phase."""
+"""Interface of a lowered phase, as the runtime sees it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dgraph.shapes import InputSpec
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """One call of a program.
+    """Result of one call of a program.
 
     Attributes:
-        outputs: tensors by name; those with a row dimension may carry padding rows at their end
-            (token -1, confidence -inf, kept -1). They last until a program of the model is called again.
+        outputs: tensors by name. Outputs with a row dimension may carry padding rows at their end (token -1, confidence
+            -inf, kept -1). They last until a program of the model is called again.
         rows: live rows of each stage, in order.
         padded: rows that each stage ran on, live rows and padding of its bucket.
         seconds: host-observed seconds of each stage.
@@ -59,15 +59,15 @@ class Program(Protocol):
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         """Run on `rows` live rows.
 
-        Inputs with a row dimension hold these first; after them may be any number of padding rows (of no sequence,
-        no candidates). What the bucket needs more is added here.
+        Inputs with a row dimension hold these first; after them may be any number of padding rows (of no sequence, no
+        candidates). Rows that the bucket needs beyond these are added here.
         """
         ...
 
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
-        """The same for who learns later how many rows there are: what does not depend on it is done now.
+        """Run in two calls, for callers that learn the row count later: work that does not depend on it is done now.
 
-        Inputs are read from now on until it was called with the number of live rows, once, under `torch.no_grad`:
-        nobody writes to them between.
+        Call the result with the number of live rows, once, under `torch.no_grad`. Inputs are read from now on until
+        then, and must not be written to between.
         """
         ...

@@ -29,7 +29,7 @@ _LOOK_UP = ("embedding", "index", "index_select", "gather")
 
 
 class RegionCompiler:
-    """Makes region functions; equal texts share one.
+    """Make region functions; equal texts share one.
 
     Attributes:
         backend: "inductor", or "eager" to run the same regions op by op (for debugging).
@@ -37,7 +37,7 @@ class RegionCompiler:
         compiled: texts that Inductor compiled for this compiler, in order.
         loaded: texts that need not be compiled: they came from the store, or an earlier program of this process.
         unstored: texts that could not be put into the store.
-        reused: how often a function that existed was handed out again.
+        reused: number of times that an existing function was handed out again.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RegionCompiler:
         """The function of a region.
 
         Raises:
-            LoweringError: Inductor cannot compile it, or what it compiled accepts only the size it was shown.
+            LoweringError: Inductor cannot compile it, or the compiled code accepts only the size it was shown.
         """
         text = region_text(graph, region)
         if text in self._functions:
@@ -80,13 +80,13 @@ class RegionCompiler:
 
 
 def _is_one_kernel(region: Region) -> bool:
-    """Whether nothing is left to fuse: one op of torch. An op of ours that is inlined is several."""
+    """True if nothing is left to fuse: one op of torch. An inlined op of dgraph is several."""
     calls = [n for n in region.nodes if n.target is not operator.getitem]
     return len(calls) == 1 and op_of(calls[0].target) is None
 
 
 def _reads_in_bounds(region: Region) -> bool:
-    """Whether the compiled code need not check the numbers by which it looks rows up.
+    """True if the compiled code need not check the numbers by which it looks rows up.
 
     Inductor cannot see that a number is below a symbolic size, and on a GPU a check costs a branch in every kernel.
     Numbers from outside (token ids) are always checked.
@@ -96,7 +96,7 @@ def _reads_in_bounds(region: Region) -> bool:
 
 
 def region_text(graph: Graph, region: Region) -> str:
-    """A region's identity: types of its inputs, ops and arguments by number, outputs; no names, no weights' values."""
+    """Identity of a region: types of its inputs, ops and arguments by number, outputs; no names, no weights' values."""
     numbers: dict[Node, str] = {}
     symbols: dict[str, str] = {}
     there = _sizes_of(graph, region)
@@ -138,7 +138,7 @@ class _Named(str):
 
 
 def _inlined(region: Region) -> tuple[Callable[..., Any], ...]:
-    """References of the ops that `_module` replaces by them."""
+    """References of the ops that `_module` replaces by these."""
     ops = (op_of(node.target) for node in region.nodes)
     return tuple(dict.fromkeys(op.reference for op in ops if op is not None))
 
@@ -161,7 +161,7 @@ def _own_size(size: str, there: Collection[str]) -> str:
 def _module(graph: Graph, region: Region, typed: bool = True) -> torch.fx.GraphModule:
     """A region as a module of its own; inline ops become their references.
 
-    typed: with types over symbols of its own, as a compiler needs them and nobody else.
+    typed: with types over symbols of its own, which only a compiler needs.
     """
     own = torch.fx.Graph()
     mapping: dict[Node, Node] = {}
@@ -181,7 +181,7 @@ def _module(graph: Graph, region: Region, typed: bool = True) -> torch.fx.GraphM
 
 
 def _type(graph: Graph, region: Region, mapping: Mapping[Node, Node]) -> None:
-    """Give the nodes that a region's became their types."""
+    """Type the nodes of a region's module."""
     sizes = Symbols(large=graph.device.type == "cuda")
     texts = _sizes_of(graph, region)
     for node in region.inputs:

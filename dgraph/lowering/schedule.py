@@ -3,13 +3,13 @@
 Some ops are opaque to a compiler (attention over a paged cache, the selection of rows); all others act row by row and
 fuse. A *region* is everything that fuses between two opaque calls. In a transformer nearly all regions are alike:
 out-projection, residual, norm, feed-forward, residual, norm, qkv-projection, rotary embedding. With weights as inputs
-their texts are equal, so one is compiled and serves every layer, stage and bucket. On a GPU some calls take along what
-would else be a part of a region (`dgraph.lowering.fused`).
+their texts are equal, so one is compiled and serves every layer, stage and bucket. On a GPU some calls take along ops
+that would else be a part of a region (`dgraph.lowering.fused`).
 
-A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must, and
-what a layer derives from shared tables (cos, sin) is derived inside that layer's region. An op that is declared to run
+A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must. Values
+that a layer derives from shared tables (cos, sin) are derived inside that layer's region. An op that is declared to run
 ahead, because every layer reads its result, is placed as early as possible instead. Nothing moves across a stage cut,
-and what reads an input that is written in place moves across no write of it.
+and a reader of an input that is written in place moves across no write of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call:
     Attributes:
         node: the call.
         results: the parts of its result, with the node of each.
-        op: that it is run by.
+        op: the op that runs it.
     """
 
     node: Node
@@ -82,9 +82,9 @@ class Stage:
 
 
 def prepared(graph: Graph, fused: bool | None = None, name: str = "step") -> tuple[Graph, tuple[Stage, ...]]:
-    """What runs of a graph: the graph whose products take what is stored (`as_taken`), and its stages.
+    """Prepare a graph for lowering: its products take stored operands (`as_taken`), and it is cut into stages.
 
-    Args and errors: as of `schedule`; fused says as well whether it runs on a GPU.
+    Args and errors: as of `schedule`; `fused` also says that the graph runs on a GPU.
     """
     fuses = _fuses(graph, fused)
     graph = as_taken(graph, on_gpu=fuses)
@@ -100,7 +100,7 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
 
     Args:
         graph: a phase's.
-        fused: whether calls take others along (`dgraph.lowering.fused`); None: on a GPU.
+        fused: True if calls take others along (`dgraph.lowering.fused`); None: on a GPU.
         name: of the only stage of an uncut graph.
 
     Raises:
@@ -147,7 +147,7 @@ class _Units:
     """The calls of a graph as they are scheduled.
 
     Attributes:
-        fused: what takes another call along, by node.
+        fused: the calls that take another call along, by node.
         nodes: in order, without those that are taken along.
     """
 
@@ -157,19 +157,19 @@ class _Units:
         self.nodes = [node for node in graph.calls if node not in self._within and not is_taken(node)]
 
     def is_opaque(self, node: Node) -> bool:
-        """Whether nothing fuses with it."""
+        """True if nothing fuses with a node."""
         return node in self.fused or _is_opaque(node)
 
     def is_part(self, node: Node) -> bool:
-        """Whether a node picks one result of what nothing fuses with."""
+        """True if a node picks one result of a node with which nothing fuses."""
         return node.target is operator.getitem and self.is_opaque(args_of(node)[0])
 
     def inputs(self, node: Node) -> Sequence[Node]:
-        """What it reads."""
+        """Nodes that a node reads."""
         return self.fused[node].inputs if node in self.fused else inputs_of(node.all_input_nodes)
 
     def readers(self, node: Node) -> list[Node]:
-        """What reads it."""
+        """Nodes that read a node; a call that is taken along counts as the call that takes it."""
         return [self._within.get(reader, reader) for reader in readers_of(node)]
 
 
@@ -204,9 +204,9 @@ def _levels(units: _Units) -> dict[Node, int]:
     """The level of each node: region l runs before all opaque calls of level l, and these in the graph's order.
 
     A node after an opaque call is a level higher than it; opaque calls that wait for nothing but each other share one.
-    Levels of opaque calls never fall along the graph, so they keep their order and no cache is read before its
-    write. What is compiled and reads a cache waits for the writes before it as for a call whose result it reads,
-    and the writes after it are on no lower level than it. A cut is on the level of the last thing before it.
+    Levels of opaque calls never fall along the graph, so they keep their order and no cache is read before its write. A
+    compiled node that reads a cache waits for the writes before it, as for a call whose result it reads. The writes
+    after it are on no lower level than it. A cut is on the level of the last thing before it.
     """
     levels: dict[Node, int] = {}
     written: dict[Node, int] = {}
@@ -236,8 +236,11 @@ def _levels(units: _Units) -> dict[Node, int]:
 
 
 def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
-    """For each node that is not opaque, the level of its region: that of its first reader, and never after a cut, nor
-    after a later write of what it reads. An op that runs ahead is on its own level."""
+    """Level of the region of each node that is not opaque: that of its first reader.
+
+    The level is never after a cut, nor after a later write of an input of the node. An op that runs ahead is on its own
+    level.
+    """
     cuts = [n for n in units.nodes if _is_cut(n)]
     end = max(levels.values(), default=0) + 1
     slots: dict[Node, int] = {}

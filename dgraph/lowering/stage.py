@@ -1,4 +1,4 @@
-"""A stage as steps over slots, and what runs it."""
+"""A stage as steps over slots, and the runners that run it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoweredStage:
 
     Attributes:
         name: of the stage.
-        bridge: steps at its head that gather, from values over the rows of an earlier stage, what lives on.
+        bridge: steps at its head that gather the rows that live on, from values over the rows of an earlier stage.
         steps: the others. All sizes that they make, and those that the bridge makes, depend on the stage's bucket only.
         inputs: slots that bridge or steps read and neither writes, weights left out, ascending.
         rowed: inputs of the program with a value for each row, all of them, for the first stage; none for the others.
@@ -29,8 +29,8 @@ class LoweredStage:
         in_place: those of `inputs` that are written in place, or read from where such writes go (KV caches).
         sources: those of `inputs` that are only gathered from. Rows that no index names may hold anything there, and
             there may be any number of them.
-        index: the slot, among `inputs`, of the numbers of the rows that lived on at the cut before it, with room for
-            every row of the stage before; None for the first stage.
+        index: the slot, among `inputs`, of the numbers of the rows that lived on at the cut before it; None for the
+            first stage. It has room for every row of the stage before.
         ahead: inputs of the program that only later stages read; none but for the first stage. A runner that keeps
             copies of its inputs keeps some of these too, so that nothing is left to copy after a cut.
         outputs: slots that bridge or steps write and that something outside reads, ascending.
@@ -56,32 +56,32 @@ class LoweredStage:
 
     @property
     def last(self) -> bool:
-        """Whether no stage runs after this one."""
+        """True if no stage runs after this one."""
         return self.live is None
 
     def tuned(self) -> AbstractContextManager[None]:
-        """To be entered while its steps run."""
+        """Context to enter while the stage's steps run."""
         return nullcontext() if self.choices is None else self.choices.in_use()
 
 
 Living = Callable[[], int]
-"""Waits for the device, and says how many rows live on after a stage; not to be called after the last one."""
+"""Wait for the device, and give the number of rows that live on after a stage; not called after the last stage."""
 Launch = Callable[[int], Living]
-"""Runs a stage, given its bucket, to which it cuts the slot `index`."""
+"""Run a stage, given its bucket, to which it cuts the slot `index`."""
 
 
 class Runner(Protocol):
-    """Runs one stage, reading and writing slots.
+    """Run one stage, reading and writing slots.
 
-    It is called before the host reads how many rows the stage has, so that what does not depend on them is done while
-    the device still runs what is before it.
+    It is called before the host reads the row count of the stage. So work that does not depend on the count is done
+    while the device still runs the stage before.
     """
 
     def __call__(self, slots: Slots) -> Launch: ...
 
 
 def cut_rows(slots: Slots, rowed: Iterable[int], rows: int) -> None:
-    """Let these slots hold so many rows each: the first ones, and zeros after those that there are."""
+    """Cut each of these slots to its first `rows` rows, or pad it with zeros to `rows` rows."""
     for slot in rowed:
         value = slots[slot]
         if len(value) < rows:
@@ -91,7 +91,7 @@ def cut_rows(slots: Slots, rowed: Iterable[int], rows: int) -> None:
 
 
 def live_rows(slots: Slots, stage: LoweredStage) -> int:
-    """How many rows live on after a stage that is not the last; reading it waits for the device."""
+    """Number of rows that live on after a stage that is not the last; reading it waits for the device."""
     return int(slots[stage.live][-1]) if stage.live is not None else 0
 
 
@@ -113,7 +113,7 @@ def run_steps(stage: LoweredStage) -> Runner:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where the host reads how many rows live on.
+    """Point between two stages where the host reads how many rows live on.
 
     Attributes:
         step: lists them; the last step of the stage before it.

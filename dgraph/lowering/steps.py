@@ -1,4 +1,4 @@
-"""Steps over numbered slots: what a lowered program runs one after the other."""
+"""Steps over numbered slots, which a lowered program runs one after the other."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from dgraph.lowering.schedule import Call, Region
 
 Observer = Callable[[Op, tuple[Any, ...], Any], None]
-"""Called after an op, with the op, the arguments of the call and its result. What the op writes is written by then."""
+"""Called after an op, with the op, the arguments of the call and its result. Writes of the op are done by then."""
 
 
 class Slot(int):
-    """The number of a slot, as it stands for a value among arguments."""
+    """Number of a slot, as an argument that stands for the slot's value."""
 
 
 class StoredSlots(list[Any]):
-    """As an argument: values, scales, zeros and block of a weight, of which a `QuantisedWeight` is made."""
+    """Argument that stands for a `QuantisedWeight`: its values, scales, zeros and block."""
 
 
 class RowSlots(list[Any]):
-    """As an argument: values, scales and dtype of rows, of which a `QuantisedRows` is made."""
+    """Argument that stands for a `QuantisedRows`: its values, scales and dtype."""
 
 
 class Slots(list[Any]):
-    """The values of one run, by slot; None where there is none yet or no longer.
+    """The values of one run, by slot; None before a value is written and after it is freed.
 
     Attributes:
-        fixed: of values that are the first rows of a buffer that never moves, that buffer, by slot.
+        fixed: the buffer, by slot, of each value that is the first rows of a buffer which never moves.
     """
 
     def __init__(self, values: Iterable[Any] = ()):
@@ -44,14 +44,14 @@ class Slots(list[Any]):
 
 
 class Step:
-    """One function over slots: reads some, writes some, and frees those that nobody reads any more.
+    """One function over slots: it reads some, writes some, and frees those without further readers.
 
     Args:
-        function: what is called.
+        function: the function that is called.
         args: its arguments, in which a `Slot` stands for the value there.
-        targets: where the results go: (part of the result, slot); part None is the result itself.
-        op: whose call it is; None for a region, and for a call that takes another along.
-        origin: what it was lowered from; None for what no node of the graph stands for.
+        targets: destinations of the results: (part of the result, slot); part None is the result itself.
+        op: the op of the call; None for a region, and for a call that takes another along.
+        origin: the region or call that it was lowered from; None if no node of the graph stands for it.
     """
 
     __slots__ = ("args", "frees", "function", "op", "origin", "targets")
@@ -87,8 +87,8 @@ class Step:
 class RowChunks:
     """Several steps as one, run a chunk of rows at a time where there are many.
 
-    Values between the steps exist for one chunk only. What is read outside is made once at its full size and filled
-    chunk by chunk.
+    Values between the steps exist for one chunk only. Values that are read outside are made once at full size and
+    filled chunk by chunk.
 
     Args:
         members: the steps in order; each acts on every row alone.
@@ -171,7 +171,7 @@ def calls_of(steps: Iterable[AnyStep]) -> Iterator[Step]:
 
 @contextmanager
 def instead(steps: Iterable[Step], function_of: Callable[[Step], Callable[..., Any]]) -> Iterator[None]:
-    """While it is entered, each step calls `function_of(step)` in place of its own function."""
+    """Context in which each step calls `function_of(step)` in place of its own function."""
     plain = {step: step.function for step in steps}
     for step in plain:
         step.function = function_of(step)
@@ -183,7 +183,7 @@ def instead(steps: Iterable[Step], function_of: Callable[[Step], Callable[..., A
 
 
 def observed(step: Step, observer: Observer) -> Callable[..., Any]:
-    """The function of a step that calls an op, with an observer of its calls."""
+    """Wrap the function of a step that calls an op, so that an observer sees its calls."""
     function, op = step.function, step.op
     assert op is not None
 

@@ -1,17 +1,19 @@
-"""Weights that products take as they are stored, and rows that they take in 8 bits.
+"""Pass quantised operands to GEMM kernels without dequantising them: stored weights, and rows in 8 bits.
 
-A product by `dgraph::dequantise` of a weight reads what that reads: values, scales and zeros, as one
+A product by `dgraph::dequantise` of a weight reads the inputs of the dequantisation: values, scales and zeros, as one
 `dgraph.quantised.QuantisedWeight`. The dequantised weight never lies in memory. A linear layer is then a call of
-`dgraph::linear`, and no part of a region; ops that multiply by weights say so (`Op.stored`). Where anything else reads
+`dgraph::linear`, and no part of a region; ops that multiply by weights say so (`Op.stored`). Where any other op reads
 the dequantised weight, it is computed, like any other value.
 
 A lookup of ids in such a weight is `dgraph::embedding_stored`, which dequantises the rows that it reads.
 
-Rows that a product reads rounded (`dgraph::round_rows`) it takes as numbers and scales, as one
-`dgraph.quantised.QuantisedRows`, where its weight is stored in numbers of the same kind with a scale for each of its
-rows (`Op.rounded`). `as_taken` writes so: rounding makes numbers and scales, which fuse into what makes the
-rows, and what they stand for never lies in memory. Where rows are listed, and only the device knows how many they are,
-what fuses would run on as many as there is room for; on a GPU a kernel rounds those that there are.
+A product that reads rounded rows (`dgraph::round_rows`) takes them as numbers and scales, as one
+`dgraph.quantised.QuantisedRows` (`Op.rounded`). Its weight must be stored in numbers of the same kind with a scale for
+each of its rows. `as_taken` rewrites such products. Rounding then makes numbers and scales, which fuse into the op that
+makes the rows, and the rounded values never lie in memory.
+
+Where rows are listed, only the device knows their number. A fused op would run on as many as there is room for; on a
+GPU a kernel rounds only the listed rows.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ _WEIGHTS, _ROWS = OPS["dequantise"].overload, OPS["dequantise_rows"].overload
 
 
 def is_taken(node: object) -> bool:
-    """Whether it dequantises a weight, or rows, for products alone, each of which takes what is stored."""
+    """True if a node dequantises a weight, or rows, and is read only by products that take the quantised form."""
     if not isinstance(node, Node) or node.target not in (_WEIGHTS, _ROWS):
         return False
     return bool(node.users) and all(_takes(user, node) for user in node.users)
 
 
 def _takes(user: Node, value: Node) -> bool:
-    """Whether a call multiplies by a weight, or rounded rows, and reads them in no other place."""
+    """True if a call multiplies by a weight, or by rounded rows, and reads them in no other place."""
     args = args_of(user)
     op = OPS["linear"] if user.target is LINEAR else op_of(user.target)
     if op is None or user.kwargs:
@@ -52,8 +54,9 @@ def _takes(user: Node, value: Node) -> bool:
 
 
 def as_taken(graph: Graph, on_gpu: bool = False) -> Graph:
-    """A graph whose products take rounded rows as they are rounded, and whose lookups read quantised weights as stored;
-    the graph itself if there are none of either.
+    """Rewrite a graph so that products take rounded rows as quantised, and lookups read quantised weights as stored.
+
+    Returns the graph itself if it has neither.
 
         before  %6 = dgraph.round_rows(%5, 'int8')                                       f32[N, 64]
                 %7 = linear(%6, %4)                                                      f32[N, 32]
@@ -61,18 +64,18 @@ def as_taken(graph: Graph, on_gpu: bool = False) -> Graph:
                 %8 = dgraph.dequantise_rows(%6, %7, torch.float32)                       f32[N, 64]
                 %9 = linear(%8, %4)                                                      f32[N, 32]
 
-    Of rows that are gathered, it is those gathered that are rounded: the same, for a product there.
+    Rows that are gathered are rounded after the gather, which gives a product the same values.
 
     on_gpu: rows that products count by a list are normed and rounded by a kernel that stops after them. A product of
-    gate and up by packed rows, all of a step's or those that an eviction kept, becomes `dgraph::rows_glu`, where rows
-    are taken as they are rounded or are of 16 bits: gate and up are then never stored.
+    gate and up by packed rows becomes `dgraph::rows_glu`, where rows are taken as quantised or are of 16 bits. Packed
+    rows are all of a step's, or those that an eviction kept. Gate and up are then never stored.
     """
     graph = _rounded_as_taken(graph, on_gpu)
     return _with_units(graph) if on_gpu and "cu_rows" in graph.inputs else graph
 
 
 def _rounded_as_taken(graph: Graph, on_gpu: bool) -> Graph:
-    """The same without what becomes of gated units."""
+    """Rewrite rounded rows and lookups of a graph; gated units are left as they are."""
     if not graph.find("round_rows") and not _lookups_in(graph):
         return graph
     graph = graph.copy()
@@ -99,7 +102,7 @@ def _rounded_as_taken(graph: Graph, on_gpu: bool) -> Graph:
 
 
 def _with_units(graph: Graph) -> Graph:
-    """A graph whose gated units are calls, if they pay; the graph itself if there are none."""
+    """Replace the gated units of a graph by calls where that pays; the graph itself if it has no such units."""
     if not _units_in(graph):
         return graph
     graph = graph.copy()
@@ -113,8 +116,9 @@ def _with_units(graph: Graph) -> Graph:
 
 
 def _units_in(graph: Graph) -> list[tuple[Node, Node]]:
-    """Linear layers over packed rows with the product silu(gate) * up after each, where `dgraph::rows_glu` pays: of
-    rounded rows, and of 16 bits where its kernel multiplies these as fast as the library does.
+    """Linear layers over packed rows, with the product silu(gate) * up after each, where `dgraph::rows_glu` pays.
+
+    It pays for rounded rows, and for rows of 16 bits where its kernel multiplies these as fast as the library does.
     """
     found = []
     roles = graph.device.type != "cuda" or torch.cuda.get_device_capability(graph.device) == (9, 0)
@@ -127,7 +131,7 @@ def _units_in(graph: Graph) -> list[tuple[Node, Node]]:
 
 
 def _is_short(node: Node) -> bool:
-    """Whether a linear layer multiplies rows of 16 bits by a weight as the model has it, or as it is stored."""
+    """True if a linear layer multiplies rows of 16 bits by a weight of the model, or by one that it takes as stored."""
     x, weight = args_of(node)[:2]
     dtypes = {x.meta["val"].dtype, weight.meta["val"].dtype}
     return ("weight" in weight.meta or is_taken(weight)) and len(dtypes) == 1 and dtypes.pop().itemsize == 2
@@ -140,7 +144,7 @@ def _lookups_in(graph: Graph) -> list[Node]:
 
 
 def _round_after(graph: Graph, rounded: Node, gather: Node) -> None:
-    """Gather what is rounded in place of rounded rows, and round what is gathered."""
+    """Move a rounding behind a gather: gather the rows before they are rounded, and round the gathered rows."""
     (values, index), (x, kind) = args_of(gather), args_of(rounded)
     for part in list(gather.users):
         if values[args_of(part)[1]] is rounded:
@@ -150,7 +154,7 @@ def _round_after(graph: Graph, rounded: Node, gather: Node) -> None:
 
 
 def _can_be_taken(rounded: Node) -> bool:
-    """Whether all that read rounded rows are products that take them, by weights that they take, too."""
+    """True if all readers of rounded rows are products that take them as quantised, and their weights as stored."""
     kind = args_of(rounded)[1]
     for user in rounded.users:
         args = args_of(user)
@@ -167,7 +171,7 @@ def _can_be_taken(rounded: Node) -> bool:
 
 
 def _count_of(rounded: Node) -> Node | None:
-    """What counts rounded rows [N, d] for all that read them, if they are listed on the device."""
+    """Node that counts rounded rows [N, d] for all their readers; None if they are not listed on the device."""
     ops = [(op_of(user.target), args_of(user)) for user in rounded.users]
     counts = {None if op is None else op.counter(args) for op, args in ops}
     count = counts.pop() if len(counts) == 1 and rounded.meta["val"].dim() == 2 else None
@@ -175,7 +179,7 @@ def _count_of(rounded: Node) -> Node | None:
 
 
 def _stop_norm_after(graph: Graph, rounded: Node, count: Node) -> None:
-    """Let a norm of rows that nobody else reads stop after so many of them."""
+    """Let a norm of rows that only the rounding reads stop after the counted rows."""
     norm = args_of(rounded)[0]
     if norm.target is OPS["rms_norm"].overload and len(norm.users) == 1:
         counted = graph.call(OPS["rows_norm"], (*args_of(norm), count), before=norm, by=norm.meta["by"])
@@ -183,13 +187,13 @@ def _stop_norm_after(graph: Graph, rounded: Node, count: Node) -> None:
 
 
 def _takes_both(node: Node) -> bool:
-    """Whether a linear layer takes rows as they are rounded, and a weight as it is stored."""
+    """True if a linear layer takes rows as quantised, and a weight as stored."""
     x, weight = args_of(node)[:2]
     return x.target is _ROWS and is_taken(x) and is_taken(weight)
 
 
 def run_by(node: Node) -> Op | None:
-    """The op of ours that a call is run by; None for calls of torch."""
+    """The op of dgraph that runs a call; None for calls of torch."""
     op = op_of(node.target)
     if op is None and node.target is LINEAR and is_taken(args_of(node)[1]):
         return OPS["linear"]
@@ -197,13 +201,13 @@ def run_by(node: Node) -> Op | None:
 
 
 def arguments_of(node: Node, op: Op) -> tuple[object, ...]:
-    """The arguments of a call as the op that it is run by takes them."""
+    """Arguments of a call in the form that the op which runs it takes."""
     args = args_of(node)
     return args if op is op_of(node.target) else (*args, None)[: len(op.arguments)]
 
 
 def inputs_of(nodes: Iterable[Node]) -> Sequence[Node]:
-    """The values that a call of these arguments reads, each once: in place of a weight what is stored of it."""
+    """Values that a call of these arguments reads, each once; a weight that is taken as stored counts by its parts."""
     found: dict[Node, None] = {}
     for node in nodes:
         found.update(dict.fromkeys(node.all_input_nodes if is_taken(node) else (node,)))
@@ -211,5 +215,5 @@ def inputs_of(nodes: Iterable[Node]) -> Sequence[Node]:
 
 
 def readers_of(node: Node) -> list[Node]:
-    """The calls that read a value, in place of what dequantises it those that take it."""
+    """Calls that read a value; a dequantisation that is taken counts as its own readers."""
     return [reader for user in node.users for reader in (user.users if is_taken(user) else (user,))]

@@ -1,4 +1,4 @@
-"""Seconds of calls on a GPU, and of a kernel under a tiling."""
+"""Time calls on a GPU, and a kernel under a tiling."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ RUNS = 9
 def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float = 0.0) -> float:
     """Seconds of one call on a GPU, from a CUDA graph of all calls in a row: the median over replays.
 
-    settle: seconds of replays before those that count. A card lowers its clocks after some tenths of a second of
-        load; so what is compared with a long run must have run as long.
+    settle: seconds of replays before those that count. A card lowers its clocks after some tenths of a second of load;
+    so a call that is compared with a long run must have run as long.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())  # which makes the inputs of the calls
@@ -43,7 +43,7 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], runs: int, settle: float =
 
 
 def _replay_seconds(graph: torch.cuda.CUDAGraph, runs: int) -> list[float]:
-    """Seconds of each of some replays, issued one after the other."""
+    """Seconds of each of several replays, issued one after the other."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     marks[0].record()
     for mark in marks[1:]:
@@ -56,12 +56,12 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph, runs: int) -> list[float]:
 def tiling_seconds(op: str, shape: Shape, device: torch.device) -> Callable[[Any], float]:
     """A function that times tilings of a kernel on random values of a shape.
 
-    It takes a tiling and returns the seconds of a call: the geometric mean over amounts of live data. What the first
-    tiling computes the others must compute too, up to rounding.
+    It takes a tiling and returns the seconds of a call: the geometric mean over amounts of live data. The other tilings
+    must give the results of the first, up to rounding.
 
     Raises, when called:
         LoweringError: a tiling computes something else.
-        Exception: whatever the compiler or the device say of a tiling that does not fit.
+        Exception: any error of the compiler or the device for a tiling that does not fit.
     """
     trial = OPS[op].tunable.trial(shape, device)
     expected: list[Tensor] = []
@@ -81,11 +81,11 @@ def tiling_seconds(op: str, shape: Shape, device: torch.device) -> Callable[[Any
 
 
 def check_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Results under two tilings must agree up to rounding.
+    """Check that results under two tilings agree up to rounding.
 
     Raises:
-        LoweringError: floats are apart by more than 2 % (fp32: 0.1 %) of their norm, or more than 1 % of the integers
-            (a decision may lie on its threshold) differ.
+        LoweringError: floats differ by more than 2 % (fp32: 0.1 %) of their norm, or more than 1 % of the integers
+            differ. Some integers may differ, since a decision may lie on its threshold.
     """
     for got, want in zip(found, expected, strict=True):
         if want.is_floating_point():

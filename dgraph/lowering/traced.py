@@ -1,10 +1,10 @@
-"""A function over tensors that stay where they are, traced once and compiled as one region.
+"""Trace a function over tensors that stay where they are, and compile it as one region.
 
 Regions come from captured graphs of models. This is for plain code between two forwards: many ops on few numbers, of
 which Inductor makes few kernels. Sizes are those of the tensors that it was traced with.
 
-The region returns what its inputs become, and they are written after it. Inductor can write them in its own kernels,
-but does not always read them first: torch 2.11 computes one update from what another one has written already.
+The region returns the new values of its inputs, which are written after it. Inductor can write them in its own kernels,
+but does not always read them first. Torch 2.11 computes one update from values that another one has written already.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Traced:
     """A traced function.
 
     Attributes:
-        source: what is compiled; a call returns the updates and writes nothing.
+        source: the region to compile; a call returns the updates and writes nothing.
         constants: tensors that the function reads beside its inputs, and that the region takes after them.
-        updated: numbers of the inputs that are updated, in the order of what is returned.
+        updated: numbers of the inputs that are updated, in the order of the returned values.
     """
 
     source: Source
@@ -44,7 +44,7 @@ class Traced:
     updated: tuple[int, ...]
 
     def on(self, inputs: Sequence[Tensor], region: RegionFunction) -> Callable[[], None]:
-        """What updates those inputs by a region that was made of the source."""
+        """Bind a region that was made of the source to inputs: a function that updates them."""
         targets = [inputs[number] for number in self.updated]
         return lambda: copy_all(targets, region(*inputs, *self.constants))
 
@@ -53,12 +53,12 @@ def trace(function: Callable[..., Sequence[Update]], inputs: Sequence[Tensor]) -
     """Trace a function.
 
     Args:
-        function: takes the inputs one by one and writes none of them; returns what they become, those that change.
+        function: takes the inputs one by one and writes none of them; returns the new values of those that change.
         inputs: distinct, contiguous, and on one device; the function runs on them.
 
     Raises:
         LoweringError: it draws random numbers, or needs a tensor of another device.
-        Exception: whatever the function itself raises, or torch where it reads values on the host.
+        Exception: any that the function itself raises, or torch where it reads values on the host.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -76,7 +76,7 @@ def trace(function: Callable[..., Sequence[Update]], inputs: Sequence[Tensor]) -
 
 
 def _region(traced: GraphModule, inputs: Sequence[Tensor], updated: Sequence[int]) -> Traced:
-    """The graph with tensors that it holds as further inputs."""
+    """Make a region of a traced graph; tensors that the graph holds become further inputs."""
     graph, mapping, device = Graph(), dict[Node, Node](), inputs[0].device
     held = {node.target: getattr(traced, node.target) for node in traced.graph.nodes if node.op == "get_attr"}
     everything = [*inputs, *held.values()]
@@ -119,20 +119,20 @@ def _region(traced: GraphModule, inputs: Sequence[Tensor], updated: Sequence[int
 
 
 def _check(node: Node) -> None:
-    """Refuse what a compiled function does in another way than the ops one by one."""
+    """Refuse an op that compiled code runs differently from the ops one by one."""
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         raise LoweringError(f"it draws random numbers ({node.target})")
 
 
 class TraceCompiler:
-    """Compiles functions of a session, and remembers for which there is nothing.
+    """Compile functions of a session, and remember those that cannot be compiled.
 
-    Compiling takes seconds, so a function that nobody has compiled before is left alone unless it is asked for ahead.
+    Compiling takes seconds, so a function that was never compiled before is left alone unless it is asked for ahead.
 
     Attributes:
-        often: calls after which the seconds are well spent on a function that nobody asked for ahead.
-        store: where what was compiled is stored for later processes; None for nowhere.
-        compiled, loaded: names of the functions that were compiled for this object, and that need not be.
+        often: calls after which compiling pays for a function that was not asked for ahead.
+        store: where compiled functions are stored for later processes; None for nowhere.
+        compiled, loaded: names of the functions that were compiled for this object, and of those that need not be.
         refused: names of those that cannot be, with the reason.
     """
 
@@ -147,12 +147,12 @@ class TraceCompiler:
     def function(
         self, name: str, function: Callable[..., Sequence[Update]], inputs: Sequence[Tensor], key: Hashable, ahead: bool
     ) -> Callable[[], object] | None:
-        """What updates the inputs, which stay where they are, as the function says; see `trace`.
+        """Make a compiled function that updates the inputs, which stay where they are; see `trace`.
 
         Args:
             name: of the function, for messages.
             function, inputs: see `trace`.
-            key: equal keys say that the function and the types of its inputs are equal; None: nothing says so.
+            key: equal keys mean that the function and the types of its inputs are equal; None: no such key.
             ahead: compile it, if that has not been done before.
 
         Returns:
@@ -178,7 +178,7 @@ class TraceCompiler:
                 found = compiled(traced.source, self.store, lambda doing: self._tell(f"{doing} {name}"))
             else:
                 found = known(traced.source, self.store)
-        except Exception as error:  # whatever a function of somebody else makes of being traced
+        except Exception as error:  # a caller's function may fail in any way when traced
             reason = str(error).partition("\n")[0] or type(error).__name__
             if (name, reason) not in self.refused:
                 self.refused.append((name, reason))

@@ -1,8 +1,8 @@
 """Tilings of kernels, timed once for the shapes that a program will meet, and stored for later processes.
 
 A store holds one entry per op and device (`dgraph.cache.key.tuning_key`), with every shape that was ever tuned there. A
-program takes its choices from the entry when it is lowered. Only while tuning is open (a warm-up) are shapes timed that
-have none; then it happens between steps, never inside of a generation.
+program takes its choices from the entry when it is lowered. Shapes without a choice are timed only while tuning is open
+(a warm-up). It happens between steps, never inside of a generation.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ Timer = Callable[[str, Shape, torch.device], Callable[[Any], float]]
 
 
 class Tuning:
-    """The choices of the programs of one model, and what extends them.
+    """The choices of tilings for the programs of one model, extended by timing.
 
     Args:
         device: of the programs.
-        store: where choices are stored; without one nothing is timed, since every process would time anew. Of ranks
-            that of rank 0 counts: another may have none.
-        tell: called with what is being timed, for display.
+        store: where choices are stored; without one nothing is timed, since every process would time anew. Among ranks
+            the store of rank 0 counts: another may have none.
+        tell: called with the name of each timing, for display.
         timer: replaced in tests, where there is no device.
-        ranks: who holds the model together. Rank 0 times, and the others take its choices: a product that all of them
-            compute must have the same bits.
+        ranks: the group that holds the model together. Rank 0 times, and the others take its choices: a product that
+            all of them compute must have the same bits.
 
     Attributes:
-        choices: what kernels take; put them in use around whatever launches these.
+        choices: the tilings that kernels take; put them in use around every launch.
         found: every choice by op and shape, with its times.
         timed: shapes that this object timed, in order.
-        is_open: whether shapes without a choice are timed now.
+        is_open: True while shapes without a choice are timed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Tuning:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside of the block, programs time the shapes that they meet and have no choice for. Every rank enters it."""
+        """Context in which programs time the shapes that they meet and have no choice for. Every rank enters it."""
         self.is_open = self._ranks.exchange(self.store is not None)[0]
         try:
             yield
@@ -91,7 +91,7 @@ class Tuning:
         Args:
             graph: of the program.
             sizes: the symbols of its inputs, by name.
-            rows: the bucket; every row set has so many.
+            rows: the bucket; every row set has that many rows.
         """
         for op, shapes in shapes_of(graph, sizes, rows).items():
             self.tune(op, shapes)
@@ -118,13 +118,13 @@ class Tuning:
                     self._tell(f"timing tilings of {op} for {text_of(shape)}")
                     self._take(op, self._choose(op, shape))
                     self.timed.append((op, shape))
-            finally:  # what was timed before an interruption is stored
+            finally:  # choices timed before an interruption are stored
                 self._save(op, key, missing)
         if self.device.type == "cuda" and missing:
             torch.cuda.empty_cache()  # the values that tilings were timed on are large, and capturing comes next
 
     def agree(self) -> None:
-        """Take rank 0's choices in the place of one's own. Every rank calls it, before anything is recorded."""
+        """Take rank 0's choices in place of this rank's own. Every rank calls it, before anything is recorded."""
         found = self._ranks.exchange(self.found)[0]
         if self._ranks.rank:
             self.found = {}
@@ -180,9 +180,7 @@ class Tuning:
             for tiling in tilings:
                 try:
                     times[tiling] = seconds(tiling)
-                except (
-                    Exception
-                ) as error:  # what compilers and devices say of a tiling that does not fit has many types
+                except Exception as error:  # a tiling that does not fit fails with many types
                     failed.append((text_of(tiling), _reason(error)))
         best = min(times, key=lambda tiling: times[tiling], default=tilings[0])
         default = times.get(tilings[0])
@@ -196,7 +194,7 @@ class Tuning:
 
 
 def shapes_of(graph: Graph, sizes: Mapping[str, int], rows: int) -> dict[str, list[Shape]]:
-    """The shapes of the calls of a graph that are tuned, by op, each once.
+    """Shapes of the tuned calls of a graph, by op, each once.
 
     Args:
         sizes: symbols of the graph's inputs, by name ("b+1", "pages"); any other is a row set.
