@@ -1,6 +1,6 @@
 """The format of one entry of the artifact cache: a folder with a key, files, and a manifest that covers every byte.
 
-    key.txt     what the artifact depends on (`dgraph.cache.key`); its SHA-256 is the folder's name
+    key.txt     everything that the artifact depends on (`dgraph.cache.key`); its SHA-256 is the folder's name
     manifest    format; SHA-256, size and name of every other file; SHA-256 of the lines above
     *           the files of the artifact
 
@@ -25,7 +25,7 @@ _LINE = re.compile(rf"([0-9a-f]{{64}}) ([0-9]+) ({NAME.pattern})")
 
 
 class Damaged(Exception):
-    """An entry that must not be used; the message says why."""
+    """Error of an entry that must not be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Artifact:
     """An entry whose every byte was checked.
 
     Attributes:
-        folder: where its files lie.
+        folder: the folder of its files.
         key: the text of its key.
         files: content by name, without key and manifest.
     """
@@ -62,7 +62,7 @@ def write(folder: Path, key: str, files: Mapping[str, bytes]) -> None:
 
 
 def read(folder: Path, digest: str) -> Artifact:
-    """Read an entry and check every byte. If another takes its place meanwhile, that one is read.
+    """Read an entry and check every byte. If another entry takes its place meanwhile, that one is read.
 
     Args:
         folder: of the entry.
@@ -70,7 +70,7 @@ def read(folder: Path, digest: str) -> Artifact:
 
     Raises:
         FileNotFoundError: there is no such entry.
-        Damaged: it is not what its manifest says, or not for this key.
+        Damaged: it differs from its manifest, or is not for this key.
     """
     while True:
         before = folder.stat().st_ino

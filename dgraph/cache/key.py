@@ -1,9 +1,9 @@
 """Keys of the artifact cache: everything that an artifact depends on, as plain text, and its SHA-256.
 
-The text is stored beside the artifact, so that `dgraph cache why` can say what differs between two of them. A weight's
-value, a model's name, a recipe and a bucket list are not in it: a region takes weights as inputs and any row count, so
-one artifact serves every model, phase and bucket in which the same region occurs. So do tilings of kernels, by shape,
-and compiled kernels, by what Triton's own hash covers.
+The text is stored beside the artifact, so that `dgraph cache why` can show the differences between two of them. A
+weight's value, a model's name, a recipe and a bucket list are not in it. A region takes weights as inputs and any row
+count. So one artifact serves every model, phase and bucket in which the same region occurs. So do tilings of kernels,
+by shape, and compiled kernels, by the inputs of Triton's own hash.
 
 Keys that are made need torch, keys that are read do not: torch is imported where one is made.
 """
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     import torch
 
 MAKER = "dgraph.lowering.regions"
-"""Turns a region's text into what Inductor compiles."""
+"""Module that turns a region's text into the module that Inductor compiles."""
 CAPTURER = "dgraph.frontend.frozen"
-"""Turns a module into a captured graph."""
+"""Module that turns a model's module into a captured graph."""
 TUNER = "dgraph.lowering.tuning"
-"""Says, besides the kernels, which tilings are timed and how."""
+"""Module that decides, besides the kernels, which tilings are timed and how."""
 PROFILER = "dgraph.engine.profile"
-"""Says what is measured of a program, and lowers nothing by itself: it imports all that does."""
+"""Module that decides what is measured of a program. It lowers nothing by itself: it imports the modules that do."""
 LAUNCHERS = "launchers"
 """Name of the entry with the libraries that launch kernels."""
 SETTINGS = "inductor settings"
-"""The input with Inductor's settings, one per line, some hundred."""
+"""Name of the input with Inductor's settings, one per line, some hundred."""
 MANY_WORDS = 12
-"""A value of more words than this on one line is a list, of which `why` shows only what differs."""
+"""A value of more words than this on one line is a list, of which `why` shows only the differing words."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Inputs by name; a value may have several lines."""
+    """Key of an artifact: inputs by name; a value may have several lines."""
 
     inputs: Mapping[str, str]
 
@@ -70,7 +70,7 @@ class Key:
 
     @classmethod
     def of_text(cls, text: str) -> Key:
-        """The inverse of `text`."""
+        """Parse the text of a key; the inverse of `text`."""
         inputs: dict[str, list[str]] = {}
         name = ""
         for line in text.split("\n")[:-1]:
@@ -92,7 +92,7 @@ class Difference:
 
     @property
     def lines(self) -> list[str]:
-        """`- ` and `+ ` lines: of a value with several lines those that differ, of a long list of words those words."""
+        """Lines marked `- ` and `+ `: differing lines of a value with several, differing words of a long list."""
         before, after = self.before or "", self.after or ""
         if "\n" in before + after:
             found = list(difflib.unified_diff(before.split("\n"), after.split("\n"), lineterm="", n=0))[2:]
@@ -105,7 +105,7 @@ class Difference:
 
 
 def differences(before: Key, after: Key) -> list[Difference]:
-    """Inputs that differ, in the order in which they stand in the keys."""
+    """Inputs that differ, in the order of the keys."""
     names = dict.fromkeys([*before.inputs, *after.inputs])
     pairs = ((name, before.inputs.get(name), after.inputs.get(name)) for name in names)
     return [Difference(name, a, b) for name, a, b in pairs if a != b]
@@ -140,7 +140,7 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
     """The key of a captured graph.
 
     Args:
-        facts: what the forward depends on, by name.
+        facts: everything that the forward depends on, by name.
         device: of the weights; a graph may name it.
         family: source file of the module whose forward was captured.
     """
@@ -161,7 +161,7 @@ def graph_key(facts: Mapping[str, str], device: torch.device, family: Path) -> K
 
 
 def tuning_key(op: str, device: torch.device, modules: Iterable[str]) -> Key:
-    """The key of the tilings that were chosen for an op's kernel on a kind of device, for all shapes together.
+    """The key of the tilings of an op's kernel on a kind of device, for all shapes together.
 
     Args:
         op: its name.
@@ -181,7 +181,7 @@ def tuning_key(op: str, device: torch.device, modules: Iterable[str]) -> Key:
 
 
 def profile_key(facts: Mapping[str, str], device: torch.device, modules: Iterable[str]) -> Key:
-    """The key of what a program was measured to allocate and to take.
+    """The key of the measured memory and time of a program.
 
     Args:
         facts: the model, the recipe and the budgets, by name.
@@ -202,11 +202,11 @@ def profile_key(facts: Mapping[str, str], device: torch.device, modules: Iterabl
 def kernel_keys(target: str, modules: Mapping[str, str]) -> dict[str, Key]:
     """The keys of the compiled kernels of each module of kernels, by its name, and of the libraries that launch them.
 
-    A kernel is found by Triton's hash, so this says only which of them lie together: a change of a source or of Triton
+    A kernel is found by Triton's hash, so these keys only group kernels into entries. A change of a source or of Triton
     begins new entries, and the old ones are the first to go.
 
     Args:
-        target: what they are compiled for, as "cuda 90".
+        target: the device target that they are compiled for, such as "cuda 90".
         modules: of kernels, by the name that they have in the key.
     """
     built = {"python": _python(), "machine": _machine()}
@@ -216,7 +216,7 @@ def kernel_keys(target: str, modules: Mapping[str, str]) -> dict[str, Key]:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What code for a device depends on besides the region: torch, triton, Python, the device, numeric settings."""
+    """Dependencies of compiled code besides the region: torch, triton, Python, the device, numeric settings."""
     import torch
 
     found = {
@@ -244,9 +244,10 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def sources_of(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
-    """SHA-256 of the sources of functions and of what compiles them, by name, with what these import.
+    """SHA-256 by name of the sources of functions, of the code that compiles them, and of all that these import.
 
-    A function from a file that is no module (a script) has that file, one from no file its code.
+    A function from a file that is no module (a script) has the hash of that file; one from no file has that of its
+    code.
     """
     found = sources([MAKER, *(function.__module__ for function in functions)])
     for function in functions:
@@ -279,7 +280,7 @@ def _named(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _text_of(code: CodeType) -> str:
-    """What a code object does, without where it is from."""
+    """Text of the behaviour of a code object, without its file and lines."""
     constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 

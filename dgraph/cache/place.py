@@ -1,4 +1,4 @@
-"""Where the artifact cache lies, how large it may be, and whether its folder is safe to run code from."""
+"""Place of the artifact cache: its folder, its size limit, and the check that the folder is safe to run code from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dgraph.errors import CacheError, InputError
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "DGRAPH_CACHE", "DGRAPH_CACHE_SIZE"
 LIMIT = 4 << 30
-"""Bytes that a store may take; beyond, the least recently used artifacts go."""
+"""Default limit on the bytes of a store; beyond it, the least recently used artifacts go."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def default_folder() -> Path:
-    """`DGRAPH_CACHE`, or `dgraph` in the platform's folder for caches.
+    """Default folder: `DGRAPH_CACHE`, or `dgraph` in the platform's folder for caches.
 
     Raises:
         CacheError: there is no home folder.
@@ -35,13 +35,13 @@ def default_folder() -> Path:
 
 
 def limit_of_environment() -> int:
-    """`DGRAPH_CACHE_SIZE`, or 4 GiB, in bytes."""
+    """Limit in bytes: `DGRAPH_CACHE_SIZE`, or 4 GiB."""
     given = os.environ.get(SIZE_VARIABLE)
     return parse_size(given, SIZE_VARIABLE) if given else LIMIT
 
 
 def parse_size(text: str, name: str) -> int:
-    """Bytes from a number with or without K, M, G or T.
+    """Parse a size: bytes from a number with or without K, M, G or T.
 
     Raises:
         InputError: not a size.
@@ -53,7 +53,7 @@ def parse_size(text: str, name: str) -> int:
 
 
 def check_owner(root: Path) -> None:
-    """Artifacts are code: refuse a folder into which anybody else could have put some.
+    """Refuse a folder into which another user could have put artifacts, since artifacts are code.
 
     Raises:
         CacheError: it belongs to another user, or others may write to it.

@@ -25,7 +25,9 @@ _ASIDE = re.compile(r"#[^\n]*|\bas[ \t]+\w+")
 
 
 def sources(modules: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of the sources of modules and of what they import, by name, in order; one without a source is left out.
+    """SHA-256 by name, in order, of the sources of modules and of the modules that they import.
+
+    A module without a source is left out.
 
     Args:
         modules: dotted names.
@@ -49,7 +51,7 @@ def sources(modules: Iterable[str]) -> dict[str, str]:
 
 @cache
 def modules_beside(module: str) -> tuple[str, ...]:
-    """The modules of the package that a module lies in, packages within it left out; itself if it lies in none."""
+    """Modules of a module's package, without the packages inside it; the module itself if it lies in no package."""
     package = module.rpartition(".")[0]
     path = path_of(package) if package else None
     if path is None:
@@ -59,7 +61,7 @@ def modules_beside(module: str) -> tuple[str, ...]:
 
 @cache
 def imported_by(module: str) -> tuple[str, ...]:
-    """The modules of its own package and of dgraph that a module imports, sorted; itself is not among them."""
+    """Modules of its own package and of dgraph that a module imports, sorted, without itself."""
     path = path_of(module)
     if path is None:
         return ()
@@ -81,7 +83,7 @@ def imported_by(module: str) -> tuple[str, ...]:
 
 @cache
 def path_of(module: str) -> Path | None:
-    """The source file of a module, which is not imported for that; None if there is none."""
+    """Source file of a module, found without importing it; None without a source file."""
     if module in sys.modules:
         spec = sys.modules[module].__spec__
         path = Path(spec.origin) if spec is not None and spec.origin is not None else None

@@ -1,4 +1,4 @@
-"""The store of compiled artifacts: found by key, written once, never run unless every byte is as it was written.
+"""The store of compiled artifacts: found by key, written once, and run only if every byte is as it was written.
 
     entries/<sha256 of the key>/                      one artifact (`dgraph.cache.artifact`)
     entries/<sha256 of the key>.damaged-<time>/       one that was set aside
@@ -26,18 +26,18 @@ from dgraph.cache.place import check_owner, default_folder, limit_of_environment
 from dgraph.errors import CacheError, InputError, warn
 
 LOCK_SECONDS = 600.0
-"""How long to wait for another process that makes the same artifact before making it as well."""
+"""Seconds to wait for another process that makes the same artifact, before making it as well."""
 
 
 class Store:
     """Artifacts in one folder.
 
     Args:
-        root: the folder; made with mode 0700 if it is not there.
+        root: the folder; made with mode 0700 if it does not exist.
         limit: bytes that it may take; None for `DGRAPH_CACHE_SIZE`, or 4 GiB.
 
     Raises:
-        CacheError: the folder cannot be used, or somebody else could have put code into it.
+        CacheError: the folder cannot be used, or another user could have put code into it.
         InputError: DGRAPH_CACHE_SIZE is not a size.
     """
 
@@ -60,7 +60,7 @@ class Store:
 
     @property
     def temporary(self) -> Path:
-        """Folder of what is being written."""
+        """Folder of the artifacts that are being written."""
         return self.root / "temporary"
 
     @property
@@ -69,9 +69,9 @@ class Store:
         return self.root / "locks"
 
     def find(self, key: Key) -> Artifact | None:
-        """The artifact of a key, every byte checked; None if there is none. A damaged one is set aside.
+        """Find the artifact of a key and check every byte; None without one. A damaged artifact is set aside.
 
-        Its files may be removed by another process at any time, but what is mapped into memory stays.
+        Its files may be removed by another process at any time, but files that are mapped into memory stay readable.
         """
         folder = self.entries / key.digest
         try:
@@ -99,7 +99,7 @@ class Store:
             replace: take the place of one that is there (readers find none for a moment); else that one stays.
 
         Returns:
-            Whether it is there now. On a full disk it is not, after a warning.
+            True if it is there now. On a full disk it is not, after a warning.
         """
         try:
             folder = Path(tempfile.mkdtemp(prefix=f"{key.digest}.", dir=self.temporary))
@@ -135,8 +135,8 @@ class Store:
     def making(self, digest: str, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Hold the lock of a digest while its artifact is made, so that only one process makes it.
 
-        Calls `waiting` if another process holds it. Goes on without the lock where the file system has none, or when
-        it took too long: an artifact that is made twice is only a waste.
+        Calls `waiting` if another process holds the lock. Goes on without the lock where the file system has no locks,
+        or after `LOCK_SECONDS`. An artifact that is made twice is only a waste.
         """
         from filelock import FileLock, Timeout
 
@@ -156,12 +156,12 @@ class Store:
             lock.release()
 
     def reject(self, digest: str, reason: str) -> None:
-        """Set an entry aside and say so."""
+        """Set an entry aside, and warn."""
         self.set_aside(digest)
         self.warn(f"artifact {digest[:12]} of the cache {self.root} is set aside and rebuilt: {reason}.")
 
     def set_aside(self, digest: str) -> None:
-        """Rename an entry so that nobody finds it; an older one of the same digest goes."""
+        """Rename an entry so that it is no longer found; remove older ones of its digest that were set aside."""
         folder = self.entries / digest
         for older in self.entries.glob(f"{digest}.damaged-*"):
             shutil.rmtree(older, ignore_errors=True)
@@ -169,7 +169,7 @@ class Store:
             folder.rename(folder.with_name(f"{digest}.damaged-{time.time_ns()}"))
 
     def remove(self, folder: Path) -> bool:
-        """Remove an entry: out of sight by one rename, then file by file. Returns whether it is out of sight."""
+        """Remove an entry: hide it by one rename, then delete file by file. Returns True if it is out of sight."""
         try:
             hidden = Path(tempfile.mkdtemp(prefix="removed.", dir=self.temporary))
             folder.rename(hidden / "entry")
@@ -179,7 +179,7 @@ class Store:
         return True
 
     def trim(self, limit: int | None = None, keep: str = "", damaged: bool = False) -> list[str]:
-        """Remove what killed processes left, then the least recently used entries until the rest fits.
+        """Remove the leftovers of killed processes, then the least recently used entries until the rest fits.
 
         Args:
             limit: bytes; None for that of the store.
@@ -187,7 +187,7 @@ class Store:
             damaged: remove all entries that were set aside; else they are the first to go.
 
         Returns:
-            Names of what was removed.
+            Names of the removed folders.
         """
         removed = [p for p in _children(self.temporary) if not self._is_being_made(p.stem)]
         for folder in removed:
@@ -230,7 +230,7 @@ class Store:
 
 
 def open_store(artifacts: bool | str | Path | Store = True) -> Store | None:
-    """The store that an option asks for.
+    """Open the store that an option asks for.
 
     Args:
         artifacts: True for the user's own, False for none, or a folder.

@@ -1,4 +1,4 @@
-"""Looking after a store: what is in it, whether it is intact, and carrying entries to another machine."""
+"""Upkeep of a store: list its entries, check that they are intact, and carry them to another machine."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _OP = re.compile(r"^%\d+ = (\w+)\.(\w+)[.\w]*\(", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry as it lies there, unchecked.
+    """One entry as it lies in the store, unchecked.
 
     Attributes:
         digest: of its key, and its name.
-        folder: where it lies.
+        folder: the folder of its files.
         key: its key; without inputs if it cannot be read.
         size: bytes.
         created, used: seconds since 1970.
-        damaged: whether it was set aside.
+        damaged: True if it was set aside.
     """
 
     digest: str
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def what(self) -> str:
-        """What it holds, in a few words."""
+        """Short description of the content: the kind, with the identity, the op or the counted ops of the region."""
         if identity := self.key.inputs.get("identity"):
             return f"{self.key.inputs.get('kind', 'unknown')}: {identity.split()[0]}"
         if op := self.key.inputs.get("op"):
@@ -58,7 +58,7 @@ class Entry:
 
 
 def entries(store: Store) -> list[Entry]:
-    """Every entry, the most recently used first; those that were set aside last."""
+    """Every entry, the most recently used first; entries that were set aside come last."""
     found = []
     for folder in store.entries.iterdir():
         digest, _, damaged = folder.name.partition(".")
@@ -78,7 +78,7 @@ def entries(store: Store) -> list[Entry]:
 
 
 def total(store: Store) -> int:
-    """Bytes of everything in a store, less what other processes remove meanwhile."""
+    """Bytes of everything in a store, less the files that other processes remove meanwhile."""
     size = 0
     for folder, _, names in os.walk(store.root):
         for name in names:
@@ -88,11 +88,11 @@ def total(store: Store) -> int:
 
 
 def entry(store: Store, prefix: str) -> Entry:
-    """The usable entry whose digest begins so.
+    """The usable entry whose digest begins with `prefix`.
 
     Raises:
-        UnknownName: there is none.
-        CacheError: there are several.
+        UnknownName: no entry begins so.
+        CacheError: several entries begin so.
     """
     known = [e for e in entries(store) if not e.damaged]
     found = [e for e in known if e.digest.startswith(prefix.lower())] if prefix else []
@@ -105,7 +105,7 @@ def entry(store: Store, prefix: str) -> Entry:
 
 
 def check(store: Store, found: Entry) -> str:
-    """Check every byte of an entry; "" if it is intact, else what is wrong, and then it is set aside."""
+    """Check every byte of an entry; "" if it is intact, else the reason, and then a damaged entry is set aside."""
     try:
         artifact.read(found.folder, found.digest)
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def import_(store: Store, file: Path, trust: bool = False) -> tuple[list[str], l
     """Take in the entries of a file that `export` wrote.
 
     Args:
-        store: where to.
+        store: the destination.
         file: the file.
         trust: artifacts are code that later programs run; say that you trust who made the file.
 
