@@ -5,8 +5,8 @@
     print(opt.generate("Sort these words: river stone").texts)
 
 The same program runs on every rank. Sums over ranks go through gloo on a CPU. On GPUs they go through symmetric memory
-where that works, by a kernel that is chosen by size (`dgraph.parallel.choice`), and else through NCCL. Two variables of
-the environment say otherwise:
+where that works, by a kernel that is chosen by size (`dgraph.parallel.choice`), and else through NCCL. Variables of the
+environment change that:
 
     DGRAPH_ALL_REDUCE   nccl, one_shot, two_shot or multimem for every sum that it can do; default auto
     DGRAPH_CHECK_RANKS  1: ranks compare every collective and every step, and say where they part first
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 __all__ = ["init", "of", "started"]
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells a process."""
+"""Variables of the environment that torchrun sets for a process."""
 WAIT = timedelta(minutes=10)
-"""How long a collective waits for ranks that live; one of them may compile."""
+"""Longest wait of a collective for ranks that live; one of them may compile."""
 
 _GROUPS: dict[DeviceMesh, tuple[str, ProcessGroup]] = {}
 
 
 def started() -> bool:
-    """Whether this process is one of several ranks that torchrun has started."""
+    """True if this process is one of several ranks that torchrun has started."""
     return all(name in os.environ for name in VARIABLES) and os.environ["WORLD_SIZE"] != "1"
 
 
@@ -110,7 +110,7 @@ def of(mesh: DeviceMesh, all_reduce: str | None = None) -> Sharding:
         all_reduce: as for `init`.
 
     Returns:
-        What a graph says of being sharded over it.
+        The sharding of a graph over that group.
 
     Raises:
         InputError: a mesh of several dimensions, or this process is not in it; else as `init`.
@@ -165,7 +165,7 @@ def _joined(mesh: DeviceMesh, all_reduce: str | None) -> ProcessGroup:
 
 
 def _symmetric(star: Star, of_torch: dist.ProcessGroup, device: torch.device) -> Symmetric | None:
-    """Symmetric memory that works on every rank; None if it does not on one."""
+    """Make symmetric memory if it works on every rank; None if it fails on one."""
     found, reason = None, ""
     try:
         found = Symmetric(of_torch, device)
@@ -198,7 +198,7 @@ def _star(of_torch: dist.ProcessGroup) -> Star:
 
 
 def _leave(group: ProcessGroup) -> None:
-    """At exit: a goodbye, unless an error is what ends this process."""
+    """Leave the group at exit, with a goodbye unless an error ends this process."""
     if getattr(sys, "last_value", None) is None:
         group.close()
     if group.device.type != "cuda":  # a thread that the interpreter finds in there when it ends would abort the process

@@ -1,4 +1,4 @@
-"""A captured graph over the ranks of a mesh."""
+"""Divide a captured graph over the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def divide(
     hints: Mapping[str, str] | None = None,
     weights: Source | None = None,
 ) -> Graph:
-    """This rank's part of a captured graph.
+    """Make this rank's part of a captured graph.
 
     Args:
-        graph: the whole one.
+        graph: the whole graph.
         mesh: of one dimension; every rank of it calls this.
-        facts: by name, what must be the same on all of them.
+        facts: values by name that must be the same on all ranks.
         hints: of the model, see `dgraph.families.Model`.
         weights: where to read the weights, if those of the graph only stand for them.
 

@@ -27,14 +27,14 @@ NOTICE = 3.0
 
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name up to torch 2.12 is the second one."""
+"""Gather of torch.distributed; up to torch 2.12 it has the second name."""
 
 
 class ProcessGroup:
     """One rank of a group of processes; see `dgraph.groups.Group`.
 
     When a rank dies, collectives that wait for it are aborted where their back end can do that. A kernel in symmetric
-    memory cannot be, nor can whatever else does not end within `GRACE` seconds: this process then exits with 1.
+    memory cannot be aborted. If this process does not end by itself within `GRACE` seconds, it exits with 1.
 
     Args:
         process_group: of torch.distributed.
@@ -95,16 +95,16 @@ class ProcessGroup:
         return every
 
     def _give(self, *given: Tensor) -> None:
-        """Keep what a thread of gloo did a collective on, while it holds it.
+        """Keep the tensors of a collective while a thread of gloo holds them.
 
-        It does for a moment after the collective is done, and needs the interpreter's lock to let go. Where the
-        interpreter has ended by then, that aborts the process; so `close` waits for it.
+        The thread holds them for a moment after the collective is done, and needs the interpreter's lock to let go. If
+        the interpreter has ended by then, that aborts the process; so `close` waits for it.
         """
         if self._threads:
             self._given = [*held(self._given), *given]
 
     def kind(self, x: Tensor) -> Kind:
-        """The kernel that sums a tensor like this one ("nccl" for whatever torch.distributed was given)."""
+        """The kernel that sums a tensor of this size and dtype; "nccl" for every sum by torch.distributed."""
         if self.symmetric is None or x.dtype not in DTYPES or self._forced == "nccl":
             return "nccl"
         kinds = self.symmetric.kinds if self._forced is None else (self._forced,)
@@ -112,7 +112,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def _called(self, what: str, x: Tensor) -> Iterator[None]:
-        """Around a collective: who has died is said, and not what a connection made of it."""
+        """Context of a collective, in which the death of a rank is raised in place of the connection's error."""
         self._star.check()
         self._calls += 1
         if self.checks:
@@ -143,7 +143,7 @@ class ProcessGroup:
         return self._star.exchange(value)
 
     def wait_lost(self, seconds: float) -> RankLost | None:
-        """What became of a rank that takes no part any more, if that is heard of within so many seconds."""
+        """The reason why a rank takes no part any more, if it is heard within `seconds`; else None."""
         return self._star.wait_lost(seconds)
 
     def check(self) -> None:
@@ -163,7 +163,7 @@ class ProcessGroup:
         self._star.forget(listener)
 
     def close(self) -> None:
-        """Say goodbye to the other ranks, which is done at exit, too."""
+        """Say goodbye to the other ranks; it is done at exit, too."""
         self._closed.set()
         self._star.forget(self._abort)
         self._star.close()
@@ -172,7 +172,7 @@ class ProcessGroup:
             time.sleep(0.001)
 
     def _abort(self, lost: RankLost) -> None:
-        """End what waits for a rank that is gone."""
+        """Abort collectives that wait for a lost rank; exit if this process does not end within `GRACE` seconds."""
         with contextlib.suppress(Exception):  # not every back end can
             self.process_group.abort()
         if not self._closed.wait(GRACE):

@@ -1,7 +1,7 @@
-"""Messages between the hosts of ranks: a connection from each of the others to rank 0, which also tells who has ended.
+"""Messages between the hosts of ranks: each has a connection to rank 0, which also tells them which rank has ended.
 
 A connection that ends without a goodbye is a rank that has died. Rank 0 hears of it at once, since a process that dies
-closes its connections (a machine that vanishes is found out within `SILENCE` seconds), and passes it on.
+closes its connections, and passes it on. A machine that vanishes is found out within `SILENCE` seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from dgraph.errors import RankLost
 
 SILENCE = 10
-"""Seconds after which a machine that answers nothing is taken for dead."""
+"""Seconds after which a machine that answers nothing counts as dead."""
 CONNECT = 120.0
 """Seconds that ranks have to find each other; all have started by then, and loaded torch."""
 LENGTH = struct.Struct("!Q")
@@ -31,7 +31,7 @@ TOKEN = 32
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens, and what proves that who comes is a rank: messages are pickles, which run code."""
+    """Address of rank 0, with the token that proves a connection is a rank's: messages are pickles, which run code."""
 
     host: str
     port: int
@@ -39,10 +39,10 @@ class Address:
 
 
 class Star:
-    """One rank's end of it. Made with `listen` on rank 0, and with `connect` on the others.
+    """One rank's end of the connections. Made with `listen` on rank 0, and with `connect` on the others.
 
     Args:
-        rank, world: which one of how many.
+        rank, world: the number of this rank, and the number of ranks.
         peers: connections by rank: those of all others on rank 0, that of rank 0 on the others.
     """
 
@@ -65,16 +65,16 @@ class Star:
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def tell(self, message: object) -> None:
-        """From rank 0 to all others; waits for none."""
+        """Send a message from rank 0 to all others, without waiting for them."""
         self.check()
         self._send_all("tell", message)
 
     def hear(self) -> Any:
-        """What rank 0 tells next."""
+        """Wait for the next message of rank 0."""
         return self._take(self._heard, {0})
 
     def exchange(self, value: object) -> list[Any]:
-        """What each rank gives, by rank, when all have."""
+        """Give a value and wait for the values of all ranks, listed by rank."""
         self.check()
         if self.rank:
             self._send(0, "give", value)
@@ -86,12 +86,12 @@ class Star:
     # -- ends ----------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises `RankLost` if a rank has."""
+        """Raise `RankLost` if a rank has ended or failed."""
         if self._lost is not None:
             raise RankLost(self._lost)
 
     def wait_lost(self, seconds: float) -> RankLost | None:
-        """What became of a rank that takes no part any more, if that is heard of within so many seconds."""
+        """The reason why a rank takes no part any more, if it is heard within `seconds`; else None."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None or self._left, seconds)
             if self._lost is None and self._left:
@@ -100,7 +100,7 @@ class Star:
         return None if self._lost is None else RankLost(self._lost)
 
     def when_lost(self, listener: Callable[[RankLost], None]) -> None:
-        """Call it, in a thread of its own, when a rank has ended; now, if one has."""
+        """Call a listener, in a thread of its own, when a rank has ended; at once if one has."""
         with self._changed:
             self._listeners.append(listener)
             lost = self._lost
@@ -108,7 +108,7 @@ class Star:
             self._start(listener, lost)
 
     def forget(self, listener: Callable[[RankLost], None]) -> None:
-        """Call it no more."""
+        """Call a listener no more."""
         with self._changed:
             self._listeners = [each for each in self._listeners if each != listener]
 
@@ -121,7 +121,7 @@ class Star:
         self._send_all("lost", self._lost)
 
     def close(self) -> None:
-        """Say goodbye: what comes after is no death."""
+        """Say goodbye, so that the end of the connections does not count as a death."""
         with self._changed:
             if self._closed:
                 return
@@ -152,12 +152,12 @@ class Star:
         self._write(peer, pickle.dumps((kind, value), pickle.HIGHEST_PROTOCOL))
 
     def _write(self, peer: int, data: bytes) -> None:
-        # A connection that broke is noticed by whoever reads it.
+        # The thread that reads a broken connection notices it.
         with self._writing[peer], contextlib.suppress(OSError):
             self._peers[peer].sendall(LENGTH.pack(len(data)) + data)
 
     def _read(self, peer: int, connection: socket.socket) -> None:
-        """Take what one peer sends, until it sends no more."""
+        """Read the messages of one peer until its connection ends."""
         while True:
             try:
                 (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
@@ -201,7 +201,7 @@ class Star:
 
 
 def listen(host: str, world: int, publish: Callable[[Address], None]) -> Star:
-    """Rank 0's end.
+    """Listen on rank 0, and return its end when all ranks have come.
 
     Args:
         host: how the others reach this machine.
@@ -237,7 +237,7 @@ def listen(host: str, world: int, publish: Callable[[Address], None]) -> Star:
 
 
 def connect(address: Address, rank: int, world: int) -> Star:
-    """The end of another rank.
+    """Connect to rank 0, and return this rank's end.
 
     Raises:
         RankLost: rank 0 is not there.
@@ -252,7 +252,7 @@ def connect(address: Address, rank: int, world: int) -> Star:
 
 
 def _welcome(connection: socket.socket, token: bytes) -> int | None:
-    """The rank of who has come; None for somebody else."""
+    """The rank that has connected; None for a stranger."""
     try:
         connection.settimeout(5.0)
         shown, rank = _exactly(connection, TOKEN), LENGTH.unpack(_exactly(connection, LENGTH.size))[0]
@@ -263,7 +263,7 @@ def _welcome(connection: socket.socket, token: bytes) -> int | None:
 
 
 def _never_idle(connection: socket.socket) -> None:
-    """Send at once, and find out when nobody is there any more."""
+    """Send without delay, and notice a peer that has vanished."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", SILENCE // 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", SILENCE // 2)):
@@ -272,7 +272,7 @@ def _never_idle(connection: socket.socket) -> None:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes; raises `EOFError` where there are no more."""
+    """Receive `count` bytes; raises `EOFError` if the connection ends before."""
     parts, missing = [], count
     while missing:
         part = connection.recv(min(missing, 1 << 20))

@@ -1,7 +1,7 @@
-"""Sums over ranks in symmetric memory: one kernel that reads what other GPUs hold, in place of NCCL's several steps.
+"""Sums over ranks in symmetric memory: one kernel that reads other GPUs' memory, in place of NCCL's several steps.
 
 Each rank has one buffer, which all ranks map before any CUDA graph is recorded, so that a graph holds its address for
-good. The kernels wait for each other at their begin and at their end: when one has ended, no rank reads the buffer any
+good. The kernels wait for each other at their begin and at their end. When one has ended, no rank reads the buffer any
 more, and the next sum on that stream may overwrite it.
 
 All of them compute an element once and hand it on, or in the order of ranks on each: every rank gets the same bits.
@@ -18,11 +18,11 @@ from dgraph.parallel.choice import LARGEST, Kind
 from dgraph.private.torch import symmetric
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""What the kernels sum."""
+"""Dtypes that the kernels sum."""
 
 
 class Symmetric:
-    """The symmetric buffer of this rank, and what sums in it. All ranks of the group make theirs together.
+    """The symmetric buffer of this rank, and the sums in it. All ranks of the group make theirs together.
 
     Args:
         group: the process group, of NCCL.
@@ -39,8 +39,10 @@ class Symmetric:
         self.kinds: tuple[Kind, ...] = ("one_shot", "two_shot", *(("multimem",) if multicast else ()))
 
     def all_reduce(self, x: Tensor, kind: Kind) -> Tensor:
-        """The sum over ranks: a new tensor. x: float32 or bfloat16, a multiple of 16 bytes (and of 16 bytes per rank,
-        unless the kind is one-shot), no larger than the buffer.
+        """Sum a tensor over ranks into a new tensor.
+
+        x: float32 or bfloat16, a multiple of 16 bytes (and of 16 bytes per rank, unless the kind is one-shot), no
+        larger than the buffer.
         """
         ops = torch.ops.symm_mem
         shared = self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
