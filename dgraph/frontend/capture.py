@@ -145,7 +145,7 @@ def _module_stack(module: nn.Module, running: list[str]) -> Iterator[None]:
 def _explain(error: Exception, running: list[str], root: str) -> str:
     text = str(error).strip() or type(error).__name__
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-    frames = [f for f in frames if not f.filename.endswith("dgraph/capture.py")]
+    frames = [f for f in frames if f.filename != __file__]
     line = f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown line"
     op = re.search(r"\b(aten|prims|dgraph)[.:]+(\w+)", text)
     if op is None and frames:
