@@ -186,6 +186,8 @@ def summed_by_letters(call: Call) -> Axes:
 
 def attended(call: Call) -> Axes:
     """Attention of torch: batch dimensions are apart, and so are queries unless it is causal, which counts them."""
+    if draws(call):
+        return _of(call, lambda _, node: _none(call, node))
     rank = len(call.out)
     tokens = None if call.get("is_causal") else rank - 2
     ends: dict[str, Dims] = {"query": (tokens, None), "value": (None, rank - 1), "attn_mask": (tokens, None)}
@@ -345,14 +347,18 @@ def gathered(call: Call) -> Axes:
 
 
 def scattered(call: Call) -> Axes:
-    """Values to places along `dim`, elsewhere entry by entry: where a size differs, it is worked along."""
-    at, out = call.dim("dim", len(call.out)), call.out
+    """Values to places along `dim`, elsewhere entry by entry: where a size differs, it is worked along.
 
-    def dims(name: str, node: Node) -> list[int | None]:
-        shape = call.shape(node)
-        return [i if name == "self" or (i != at and same(size, out[i])) else None for i, size in enumerate(shape)]
-
-    return _of(call, dims)
+    So is `self` there, and along `dim`: which of its entries are written depends on where they stand.
+    """
+    at, out, shape = call.dim("dim", len(call.out)), call.out, call.shape(call.values["index"])
+    return _of(
+        call,
+        lambda _, node: [
+            i if i != at and same(shape[i], out[i]) and same(size, out[i]) else None
+            for i, size in enumerate(call.shape(node))
+        ],
+    )
 
 
 def indexed(call: Call) -> Axes:
@@ -381,10 +387,20 @@ def compared(first: str) -> Callable[[Call], Axes]:
     return lambda call: _of(call, lambda name, node: _all(call, node) if name == first else _none(call, node))
 
 
+def chosen(call: Call) -> Axes:
+    """One of two tensors entry by entry; flags alone give the numbers of those that are set."""
+    return pointwise(call) if call.has("self") else _of(call, lambda _, node: _none(call, node))
+
+
 def dropped(call: Call) -> Axes:
     """Dropout: nothing where it is no training, else draws that depend on the place in the batch."""
-    idle = call.get("train") is False or call.get("p") == 0
-    return identity(call) if idle else _of(call, lambda _, node: _none(call, node))
+    return _of(call, lambda _, node: _none(call, node)) if draws(call) else identity(call)
+
+
+def draws(call: Call) -> bool:
+    """Say whether a call draws numbers from a generator, which counts all draws before it; dropout may be idle."""
+    idle = call.get("train") is False or 0 in (call.get("p"), call.get("dropout_p"))
+    return torch.Tag.nondeterministic_seeded in getattr(call.node.target, "tags", ()) and not idle
 
 
 def unread(call: Call) -> Axes:

@@ -19,10 +19,15 @@ from torch.fx import Node
 from dgraph.aten_rules import Rule, rule_of
 from dgraph.axes import Axes, Call
 from dgraph.graph import DECISION, Graph
+from dgraph.kinds import draws
 from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import Op, op_of
 from dgraph.shapes import OFFSETS, Symbols, is_row_set, leads, without_window
 
+DRAWS = (
+    "draws numbers, which depend on every draw before it, of whichever request; expected draws by seed "
+    "and position of a row (dgraph.runtime.seeds)"
+)
 ADVICE = (
     "To look at several rows, define an op that says how it tells sequences apart (Op.by_row, Op.gathers, Op.apart_by)"
 )
@@ -126,7 +131,7 @@ def _of_torch(symbols: Symbols, node: Node, rule: Rule | None) -> str | None:
     made = [value for value in _tensors(node.meta["val"]) if _entries(symbols, value)]
     read = [n for n in node.all_input_nodes if _entries(symbols, n.meta["val"])]
     if not made and not read:
-        return None
+        return DRAWS if draws(Call(node)) else None
     if rule is None:
         got = ", ".join(symbols.type_text(n.meta["val"]) for n in read) or symbols.type_text(node.meta["val"])
         return (
@@ -139,10 +144,10 @@ def _of_torch(symbols: Symbols, node: Node, rule: Rule | None) -> str | None:
         if count is not None and name not in rule.sizes:
             size = symbols.text(count.meta["val"])
             return f"reads how many there are ({size}) as {name}; expected a value that is the same in every batch"
-    return _passes(symbols, call, rule.axes(call), made)
+    return _passes(symbols, call, rule.axes(call))
 
 
-def _passes(symbols: Symbols, call: Call, axes: Axes, made: list[Tensor]) -> str | None:
+def _passes(symbols: Symbols, call: Call, axes: Axes) -> str | None:
     """Every leading dimension of entries becomes the leading dimension of every result, and these come from nowhere
     else."""
     led: set[str] = set()
@@ -166,9 +171,11 @@ def _passes(symbols: Symbols, call: Call, axes: Axes, made: list[Tensor]) -> str
                 got = f"takes dimension {at} of {passage.name} {text}, which runs over {over}, to dimension {to}"
                 return f"{got}; expected it to lead argument and result"
             led.add(over)
-    for value in made:
+    for value in _tensors(call.type(call.node)):
         for at, size in enumerate(value.shape):
             over = symbols.text(size)
+            if _is_table(over):
+                return f"makes {symbols.type_text(value)}, a table of pages; expected tables that are inputs"
             alike = at in axes.repeated and is_plain(over)
             if leads(symbols.names_in(size)) and (at or not (over in led or alike)):
                 got = f"makes {symbols.type_text(value)}, whose dimension {at} runs over {over}"

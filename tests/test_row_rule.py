@@ -148,6 +148,30 @@ def scattered(h: Hand, x: Node) -> Node:
     return h.call(aten.scatter_add.default, x, 0, index, x)
 
 
+def scattered_to_the_first(h: Hand, x: Node) -> Node:
+    index = h.call(aten.zeros.default, [2, 1], dtype=torch.int64)
+    return h.call(aten.scatter.value, x, 1, index, 9.0)
+
+
+def scattered_by_number(h: Hand, x: Node) -> Node:
+    index = h.call(aten.zeros.default, [2, 8], dtype=torch.int64)
+    return h.call(aten.scatter.value, x, 0, index, 9.0)
+
+
+def one_row_for_all(h: Hand, x: Node) -> Node:
+    return h.call(aten._reshape_alias.default, x, [size(h, x), 8], [0, 1])
+
+
+def attends_to_some(h: Hand, x: Node) -> Node:
+    heads = h.call(aten.reshape.default, x, [-1, 2, 4])
+    pairs = h.call(aten.scaled_dot_product_attention.default, heads, heads, heads, None, 0.5)
+    return h.call(aten.reshape.default, pairs, [size(h, x), 8])
+
+
+def noisy(h: Hand, x: Node) -> Node:
+    return h.call(aten.add.Tensor, x, h.call(aten.randn.default, [8]))
+
+
 def gathered(h: Hand, x: Node) -> Node:
     index = h.call(aten.expand.default, h.call(aten.unsqueeze.default, h.graph.input("positions"), 1), [-1, 8])
     return h.call(aten.gather.default, x, 0, index)
@@ -220,6 +244,11 @@ MIXING: list[tuple[str, Body, str, str]] = [
     ("index", rows_at, "index", "works along dimension 0"),
     ("gather", gathered, "gather", "works along dimension 0"),
     ("scatter", scattered, "scatter_add", "works along dimension 0"),
+    ("scatter to some rows", scattered_to_the_first, "scatter", "works along dimension 0 of self f32[N, 8]"),
+    ("scatter by number", scattered_by_number, "scatter", "works along dimension 0 of self f32[N, 8]"),
+    ("strides", one_row_for_all, "_reshape_alias", "is in no table of ops, and has f32[N, 8]"),
+    ("dropped attention", attends_to_some, "scaled_dot_product_attention", "works along dimension 0 of query"),
+    ("one draw for all", noisy, "randn", "draws numbers, which depend on every draw before it, of whichever request"),
     ("where", shifted_by_where, "roll", "works along dimension 0"),
     ("second dimension", beside(by(aten.unsqueeze.default, 0), by(aten.amax.default, [0])), "unsqueeze", "to dim"),
     ("pad", by(aten.constant_pad_nd.default, [0, 0, 1, 0]), "constant_pad_nd", "works along dimension 0"),
@@ -305,6 +334,8 @@ LEGAL: list[Body] = [
     by(aten.softmax.int, -1),
     by(aten.layer_norm.default, [8]),
     by(aten.dropout.default, 0.5, False),
+    lambda h, x: h.call(aten.where.ScalarOther, h.call(aten.gt.Scalar, x, 0), x, 0.0),
+    lambda h, x: h.call(aten.prelu.default, x, h.weight("slope", 8)),
     by(aten.slice.Tensor, 0, 0, 2**63 - 1),
     part(aten.sort.default, 1),
     beside(by(aten.mean.dim, [1], True)),
@@ -348,6 +379,19 @@ def test_what_is_mixed_must_not_be_written_to_a_cache() -> None:
     args = (rolled, *(graph.input(n) for n in ("cache", "positions", "page_table", "cu_rows")))
     graph.call(OPS["feature_write"], args, before=graph.output, by="Test")
     with pytest.raises(VerifyError, match=r"roll_default, made by Test .* \(dgraph\.feature_write\) writes it"):
+        verify(graph)
+
+
+def test_no_table_of_pages_is_made_by_a_program() -> None:
+    graph = program(lambda h, x: x)
+    sizes = [
+        graph.call(aten.sym_size.int, (graph.input(name), dim), before=graph.output, by="Test")
+        for name, dim in (("level", 0), ("page_table", 1))
+    ]
+    table = graph.call(aten.zeros.default, (sizes,), {"dtype": torch.int32}, before=graph.output, by="Test")
+    args = (*(graph.input(n) for n in ("x", "cache", "positions")), table, graph.input("cu_rows"))
+    graph.call(OPS["feature_write"], args, before=graph.output, by="Test")
+    with pytest.raises(VerifyError, match=r"zeros_default, made by Test .*makes i32\[b, P\], a table of pages"):
         verify(graph)
 
 
@@ -542,7 +586,7 @@ def test_what_the_verifier_accepts_gives_each_request_what_it_gets_alone() -> No
         return own | {"cu_rows": offsets, "page_table": table, "level": level[first:last], "cache": cache}
 
     accepted = 0
-    for seed in range(300):
+    for seed in range(340):
         graph = one_chain(seed)
         if graph is None:
             continue
