@@ -112,6 +112,12 @@ class Call:
         """Sizes of the first result."""
         return self.shape(self.node)
 
+    @property
+    def draws(self) -> bool:
+        """True if it draws numbers from a generator, which counts all draws before it; dropout may be idle."""
+        idle = self.get("train") is False or 0 in (self.get("p"), self.get("dropout_p"))
+        return torch.Tag.nondeterministic_seeded in getattr(self.node.target, "tags", ()) and not idle
+
     def dim(self, name: str, rank: int, default: int = 0) -> int:
         """A dimension that an argument numbers, counted from the first of `rank`."""
         value = self.get(name, default)

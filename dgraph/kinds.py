@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -169,16 +170,29 @@ def outer(call: Call) -> Axes:
     return _of(call, lambda name, _: (0,) if name == "self" else (1,))
 
 
+def letters_of(call: Call) -> tuple[list[str], str]:
+    """The letters of an einsum's terms and of its result, one for each dimension; dots stand for letters that are free.
+
+    Without an arrow, which leaves the order of the result to torch, the result has none.
+    """
+    given, _, result = str(call.get("equation")).replace(" ", "").partition("->")
+    terms = given.split(",")
+    ranks = (call.rank(node) for _, node in call.tensors)
+    dots = [rank - len(term.replace("...", "")) for rank, term in zip(ranks, terms, strict=True)]
+    wide = max((n for n, term in zip(dots, terms, strict=True) if "..." in term), default=0)
+    free = "".join(letter for letter in ascii_letters if letter not in given)[:wide]
+    # Right-aligned, as in broadcasting.
+    written = [term.replace("...", free[wide - n :]) for n, term in zip(dots, terms, strict=True)]
+    return written, result.replace("...", free)
+
+
 def summed_by_letters(call: Call) -> Axes:
     """An einsum: a letter that the result has passes there; one that it lacks, or that a term has twice, does not."""
-    given, arrow, result = str(call.get("equation")).replace(" ", "").partition("->")
-    terms = iter(given.split(","))
-    plain = arrow and "." not in given + result
+    given, result = letters_of(call)
+    terms = iter(given)
 
     def dims(_: str, node: Node) -> list[int | None]:
         mine = next(terms)
-        if not plain:
-            return [None] * call.rank(node)
         return [result.find(x) if x in result and mine.count(x) == 1 else None for x in mine]
 
     return _of(call, dims)
@@ -186,7 +200,7 @@ def summed_by_letters(call: Call) -> Axes:
 
 def attended(call: Call) -> Axes:
     """Attention of torch: batch dimensions are apart, and so are queries unless it is causal, which counts them."""
-    if draws(call):
+    if call.draws:
         return _of(call, lambda _, node: _none(call, node))
     rank = len(call.out)
     tokens = None if call.get("is_causal") else rank - 2
@@ -394,13 +408,7 @@ def chosen(call: Call) -> Axes:
 
 def dropped(call: Call) -> Axes:
     """Dropout: nothing where it is no training, else draws that depend on the place in the batch."""
-    return _of(call, lambda _, node: _none(call, node)) if draws(call) else identity(call)
-
-
-def draws(call: Call) -> bool:
-    """Say whether a call draws numbers from a generator, which counts all draws before it; dropout may be idle."""
-    idle = call.get("train") is False or 0 in (call.get("p"), call.get("dropout_p"))
-    return torch.Tag.nondeterministic_seeded in getattr(call.node.target, "tags", ()) and not idle
+    return _of(call, lambda _, node: _none(call, node)) if call.draws else identity(call)
 
 
 def unread(call: Call) -> Axes:

@@ -19,7 +19,6 @@ from torch.fx import Node
 from dgraph.aten_rules import Rule, rule_of
 from dgraph.axes import Axes, Call
 from dgraph.graph import DECISION, Graph
-from dgraph.kinds import draws
 from dgraph.nodes import args_of, op_name, where
 from dgraph.ops import Op, op_of
 from dgraph.shapes import OFFSETS, Symbols, is_row_set, leads, without_window
@@ -131,7 +130,7 @@ def _of_torch(symbols: Symbols, node: Node, rule: Rule | None) -> str | None:
     made = [value for value in _tensors(node.meta["val"]) if _entries(symbols, value)]
     read = [n for n in node.all_input_nodes if _entries(symbols, n.meta["val"])]
     if not made and not read:
-        return DRAWS if draws(Call(node)) else None
+        return DRAWS if Call(node).draws else None
     if rule is None:
         got = ", ".join(symbols.type_text(n.meta["val"]) for n in read) or symbols.type_text(node.meta["val"])
         return (

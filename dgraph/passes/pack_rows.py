@@ -299,7 +299,7 @@ class _Packer:
         if self._is_rows(source) and self._sizes(source) == self._sizes(node):
             return self._of(source)
         if self._is_rows(source) and self._row_dims(source) == self._row_dims(node):
-            return self._call(node, node.target, (self._of(source), [-1, *self._sizes(node)]))
+            return self._call(node, aten.expand.default, (self._of(source), [-1, *self._sizes(node)]))
         if self._is_rows(node) or self._row_dims(source):
             raise self._unknown(node, "it repeats values along tokens")
         keep = [int(s) for i, s in enumerate(self.old[source].shape) if i in self._others(node)]
@@ -318,6 +318,22 @@ class _Packer:
         if self._is_rows(left) or not rows_last or len(self._sizes(left)) != 2:
             raise self._unknown(node, "only rows and a constant matrix, or one times columns of tokens, are supported")
         return self._call(node, aten.linear.default, (self._of(right), self._of(left)))
+
+    def _einsum(self, node: Node) -> Node:
+        """One letter for rows, in front; those of sequences and tokens are left out."""
+        call = Call(node, self.old.__getitem__)
+        self._keep_tokens(node, kinds.summed_by_letters(call))
+        (terms, result), operands = kinds.letters_of(call), call.nodes("tensors")
+        if any(self._row_dims(value) and not self._is_rows(value) for value in operands):
+            raise self._unknown(node, "it reads a value of each sequence")
+        row = result[self._row_dims(node)[-1]]
+
+        def packed(letters: str, value: Node) -> str:
+            inner = "".join(letters[i] for i in self._others(value))
+            return row + inner if self._is_rows(value) else letters
+
+        written = ",".join(map(packed, terms, operands)) + "->" + packed(result, node)
+        return self._call(node, node.target, (written, [self._of(value) for value in operands]))
 
     def _of_rows(self, node: Node) -> Node:
         """Ops of rows, and of weights that have none."""
@@ -355,6 +371,8 @@ _BY_OP: dict[str, Callable[[_Packer, Node], Node]] = {
 
 _BY_KIND: dict[Callable[[Call], Axes], Callable[[_Packer, Node], Node]] = {
     kinds.pointwise: _Packer._pointwise,
+    kinds.chosen: _Packer._pointwise,
+    kinds.summed_by_letters: _Packer._einsum,
     kinds.rearranged: _Packer._reshape,
     kinds.permuted: _Packer._permute,
     kinds.expanded: _Packer._expand,
@@ -363,6 +381,6 @@ _BY_KIND: dict[Callable[[Call], Axes], Callable[[_Packer, Node], Node]] = {
 }
 """Kinds of ops whose call changes with its layout."""
 
-_PLACED = {kinds.summed_by_letters, kinds.indexed, kinds.padded, kinds.tiled, kinds.convolved, kinds.attended}
+_PLACED = {kinds.indexed, kinds.padded, kinds.tiled, kinds.convolved, kinds.attended}
 _PLACED |= {kinds.by_group, kinds.triangular, kinds.picked, kinds.outer}
 """Kinds of ops whose call would have to be written anew."""

@@ -262,6 +262,29 @@ def times_a_matrix(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
     return h.call(aten.matmul.default, x, h.weight("w", 16, 16))
 
 
+def by_letters(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """Projections into heads and out of them, with the letters of tokens in any place, and a sum of two experts."""
+    y = h.call(aten.einsum.default, "b t d, h k d -> b h t k", [x, h.weight("in", 4, 4, 16)])
+    y = h.call(aten.einsum.default, "bhtk,hkd->btd", [y, h.weight("out", 4, 4, 16)])
+    gate = h.call(aten.softmax.int, h.call(aten.linear.default, x, h.weight("gate", 2, 16)), -1)
+    experts = h.call(aten.einsum.default, "...d,edf->...ef", [y, h.weight("experts", 2, 16, 16)])
+    return h.call(aten.einsum.default, "bte,btef->btf", [gate, experts])
+
+
+def normalised(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """F.normalize of heads, as it is captured."""
+    y = heads(h, x, b, t)
+    norm = h.call(aten.clamp_min.default, h.call(aten.linalg_vector_norm.default, y, 2.0, [-1], True), 1e-12)
+    return flat(h, h.call(aten.div.Tensor, y, h.call(aten.expand_as.default, norm, y)), b, t)
+
+
+def chosen(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    """Between entries and numbers, by flags that stand where tokens do."""
+    flags = h.call(aten.gt.Scalar, h.weight("flags", 1, 1, 16), 0)
+    y = h.call(aten.where.self, flags, x, h.call(aten.neg.default, x))
+    return h.call(aten.where.ScalarOther, h.call(aten.lt.Scalar, y, 1), y, 0.5)
+
+
 def two_per_token(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
     """[b, 2 * t, 8], two neighbours of each token, and back."""
     y = h.call(aten.softmax.int, h.call(aten.reshape.default, x, [b, -1, 8]), -1)
@@ -292,6 +315,9 @@ GOOD = [
     unbound,
     rolled_columns,
     times_a_matrix,
+    by_letters,
+    normalised,
+    chosen,
     two_per_token,
     scaled_by_weights,
 ]
@@ -348,6 +374,10 @@ def token_pairs(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
     return h.call(aten.matmul.default, h.call(aten.matmul.default, x, h.call(aten.transpose.int, x, 1, 2)), x)
 
 
+def pairs_by_letters(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
+    return h.call(aten.einsum.default, "bts,bsd->btd", [h.call(aten.einsum.default, "btd,bsd->bts", [x, x]), x])
+
+
 def numbered(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
     """A table of positions that is cut to the length of the batch instead of read by position."""
     table = h.call(aten.slice.Tensor, h.weight("table", 64, 16), 0, 0, t)
@@ -369,6 +399,7 @@ BAD: list[tuple[Body, str, str]] = [
     (mean_of_all, "mean", r"it works along dimension 0, which runs over tokens"),
     (first_token, "slice", r"it works along dimension 1, which runs over tokens"),
     (token_pairs, "matmul", r"only rows and a constant matrix, or one times columns"),
+    (pairs_by_letters, "einsum", r"tokens of embedding_default f32\[b, t, 16\] meet others in f32\[b, t, t\]"),
     (numbered, "slice", r"it makes values along tokens out of values that have none"),
     (norm_over_tokens, "layer_norm", r"it works along dimension 1, which runs over tokens"),
 ]
