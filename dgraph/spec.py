@@ -89,6 +89,13 @@ class ModelSpec:
     image_id: int = -1
 
     def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "max_positions"):
+            if type(size := getattr(self, name)) is not int or size < 1:
+                raise InputError(f"{self.family}: {name} must be a whole number, at least 1, got {size!r}.")
+        if not isinstance(self.dtype, torch.dtype):
+            raise InputError(f"{self.family}: dtype must be a torch.dtype, as torch.float32, got {self.dtype!r}.")
+        if not isinstance(self.eos_ids, (tuple, list)):
+            raise InputError(f"{self.family}: eos_ids must be a tuple of token ids, got {self.eos_ids!r}.")
         if self.noise not in NOISES:
             raise InputError(f"{self.family}: noise must be one of {NOISES}, got {self.noise!r}.")
         if self.noise == "uniform":

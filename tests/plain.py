@@ -51,4 +51,5 @@ class Plain(nn.Module):
 
 
 def capture_plain(module: nn.Module) -> Graph:
-    return dgraph.capture(dgraph.Model("plain", module.eval(), tiny_spec(dtype=torch.float32)))
+    spec = tiny_spec(dtype=torch.float32, layers=len(module.blocks))  # type: ignore[arg-type]
+    return dgraph.capture(dgraph.Model("plain", module.eval(), spec))

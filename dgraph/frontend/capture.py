@@ -22,7 +22,8 @@ from dgraph.errors import CaptureError, VerifyError
 from dgraph.frontend.canonicalise import canonicalise
 from dgraph.frontend.places import Place, module_path, places_of
 from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.nodes import args_of, op_name
+from dgraph.ops import op_of
 from dgraph.private.torch import OpOverload
 from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
@@ -87,7 +88,34 @@ def capture_module(module: nn.Module, spec: ModelSpec, prefix: str = "") -> Grap
         canonicalise(graph)
     except VerifyError as error:
         raise CaptureError(f"the captured forward cannot be typed: {error}") from error
+    _check_facts(graph, type(module).__name__)
     return graph
+
+
+def _check_facts(graph: Graph, module: str) -> None:
+    """Hold the sizes that a spec says to those of the forward; heads may differ between layers.
+
+    Keys and values may have more heads than the spec says, where a forward repeats them.
+
+    Raises:
+        CaptureError: naming the fact, with the value that the forward has.
+    """
+    attentions = [node for node in graph.calls if (op := op_of(node.target)) is not None and op.name == "attention"]
+    shapes = [args_of(node)[0].meta["val"].shape for node in attentions]
+    found: dict[str, set[int]] = {
+        "layers": {len(attentions)},
+        "heads": {int(shape[1]) for shape in shapes},
+        "head_dim": {int(shape[-1]) for shape in shapes},
+        "vocab": {int(graph.result("logits").meta["val"].shape[-1])},
+    }
+    for name, sizes in found.items():
+        said = getattr(graph.spec, name)
+        if attentions and said not in sizes:
+            got = ", ".join(map(str, sorted(sizes)))
+            raise CaptureError(
+                f"the spec of {graph.spec.family} says {name}={said}, but the forward of {module} has {got}; write "
+                f"{name}={min(sizes)} into its ModelSpec, or capture the module that it describes."
+            )
 
 
 def inputs_of(module: nn.Module) -> tuple[InputSpec, ...]:

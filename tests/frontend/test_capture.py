@@ -6,7 +6,7 @@ import copy
 import inspect
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dgraph
-from dgraph.errors import CaptureError
+from dgraph.errors import CaptureError, InputError
 from dgraph.frontend.capture import capture_module
 from dgraph.frontend.places import split_layer
 from dgraph.graph import Graph
 from tests.plain import Block, Plain, capture_plain
-from tests.tiny import MASK, VOCAB, interpret, ops_of
+from tests.tiny import MASK, VOCAB, interpret, ops_of, tiny_spec
 
 LAYERS = 4
 SIZES: dict[str, Any] = {
@@ -435,6 +435,23 @@ def test_a_sliding_window_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"layer 1 has a sliding window of 4 positions"):
         dgraph.capture(model, mask_id=MASK)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("fact", ["layers", "heads", "head_dim", "vocab"])
+def test_sizes_that_are_not_those_of_the_forward_are_named(fact: str) -> None:
+    spec = tiny_spec(layers=2)
+    wrong = replace(spec, **{fact: 2 * getattr(spec, fact)})
+    said = rf"the spec of hand says {fact}={getattr(wrong, fact)}, but the forward of Plain has {getattr(spec, fact)}; "
+    with pytest.raises(CaptureError, match=said):
+        dgraph.capture(dgraph.Model("plain", Plain().eval(), wrong))
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"), [("layers", "3"), ("heads", True), ("vocab", 0), ("dtype", "float32"), ("eos_ids", 5)]
+)
+def test_a_fact_of_another_type_is_named(fact: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"^hand: {fact} must be a"):
+        tiny_spec(**{fact: value})
 
 
 class Constant(nn.Module):
