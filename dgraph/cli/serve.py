@@ -65,7 +65,10 @@ def serve(
         ),
     ] = None,
     max_batched_rows: Annotated[
-        int | None, typer.Option(help="Rows of a step.", show_default="8192", rich_help_panel=ENGINE)
+        int | None,
+        typer.Option(
+            help="Rows of a step.", show_default="8192, on a CPU 512 of them of prompts", rich_help_panel=ENGINE
+        ),
     ] = None,
     max_mixed_rows: Annotated[
         int | None,

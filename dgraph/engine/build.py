@@ -32,6 +32,10 @@ TOKENS = 4096
 """Default limit on the positions of a sequence, where the model has more."""
 ROWS = 8192
 """Default limit on the rows of a step, where no request needs more."""
+PROMPT_ROWS = {"cpu": 512}
+"""Default limit on the rows of prompts in a step, by kind of device, where it is lower than `ROWS`. All streams wait
+while prompts are forwarded, and a CPU gains nothing by more rows at a time.
+"""
 CPU_BYTES = 1 << 30
 """Default bytes of keys and values on a CPU."""
 
@@ -43,7 +47,9 @@ class EngineSettings:
     Attributes:
         max_sequences: requests that run at the same time; default 16 on a CPU and 64 on a GPU.
         max_tokens: positions of a request, prompt and response together; default 4096, or the model's if it has fewer.
-        max_batched_rows: rows of one step, of all requests together; default 8192, or max_tokens if that is more.
+        max_batched_rows: rows of one step, of all requests together; default 8192, or max_tokens if that is more. By
+            default a forward of prompts has at most 512 rows on a CPU. So has a step there of a model that forwards
+            prompts with responses, or max_tokens if that is more.
         max_mixed_rows: rows of prompts in one step, of all requests together, at most what max_batched_rows leaves
             beside two blocks; 0 for none; default 512. Waiting prompts of a block-causal model are encoded with their
             first steps, in the forward that all requests share. That holds if they are no more rows than this, and
@@ -166,7 +172,8 @@ def build_driver(
     if tokens > spec.max_positions:
         raise InputError(f"max_tokens={tokens} is more than the {spec.max_positions} positions of {spec.family}.")
     tokens = min(tokens, room)
-    rows = settings.max_batched_rows or max(ROWS, tokens, 2 * block)
+    causal = spec.attention == "block_causal"
+    rows = settings.max_batched_rows or max(ROWS if causal else PROMPT_ROWS.get(kind, ROWS), tokens, 2 * block)
     if rows < 2 * block:
         raise InputError(f"max_batched_rows={rows} is less than two blocks of {block}, which a step may need.")
     kv_bytes, costs = settings.kv_bytes, None
@@ -175,7 +182,6 @@ def build_driver(
         costs = CostModel.fit(found.steps) if found.steps else None
         every = session.ranks.exchange((found.kv, costs))
         kv_bytes, costs = min(bytes for bytes, _ in every), every[0][1]  # the times that rank 0 has measured
-    causal = spec.attention == "block_causal"
     if settings.prefix_cache and (windows := session.kv.windows):
         raise InputError(
             f"prefix_cache=True: the layers of {spec.family} with a window of {', '.join(map(str, windows))} "
@@ -210,6 +216,7 @@ def build_driver(
         shape,
         scheduler,
         clock,
+        prompt_rows=settings.max_batched_rows or PROMPT_ROWS.get(kind, rows),
         by_block=settings.pages == "block" and whole,
         prefix=prefix,
         tokenizer=tokenizer,

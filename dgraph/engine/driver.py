@@ -53,6 +53,7 @@ class Driver:
         shape: of the batch.
         scheduler: decides which requests run.
         clock: seconds.
+        prompt_rows: of a forward that prompts have of their own, at most.
         by_block: see `Batch`.
         prefix: keeps keys of prompts; None not to.
         tokenizer: makes text of ids; None for no text.
@@ -66,6 +67,7 @@ class Driver:
         scheduler: Scheduler,
         clock: Callable[[], float],
         *,
+        prompt_rows: int,
         by_block: bool,
         prefix: PrefixCache | None,
         tokenizer: Decoder | None,
@@ -73,6 +75,7 @@ class Driver:
     ):
         self.session, self.shape, self.scheduler, self.clock = session, shape, scheduler, clock
         self.by_block, self.prefix, self.tokenizer, self._prepare = by_block, prefix, tokenizer, prepare
+        self._prompt_rows = prompt_rows
         self.tickets: dict[int, Ticket] = {}
         self.totals, self.stages = Totals(), StageCounts()
         self._batch: Batch | None = None
@@ -320,7 +323,7 @@ class Driver:
         left = most - sum(running.needs(running.ahead - 1) for running in decoding)
         first_steps = sum(batch.running[slot].left + self.shape.block for slot in waiting)
         if first_steps > left or not batch.mix(waiting):
-            batch.prefill(max(most // PROMPT_SHARE, left), waiting)
+            batch.prefill(min(self._prompt_rows, max(most // PROMPT_SHARE, left)), waiting)
 
     def _keep(self, batch: Batch, tickets: Sequence[Ticket]) -> None:
         """Keep the encoded prompts of these requests for others; prompts with rows left to encode are passed over."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import PROMPT_ROWS, EngineSettings
 from dgraph.engine.jobs import MIXED_ROWS
 from dgraph.errors import InputError
 from dgraph.runtime import BlockSession
@@ -92,6 +92,17 @@ def test_prompts_that_are_too_many_rows_together_have_a_forward_of_their_own(
     turns = engine(asked, max_mixed_rows=mixed)
     check_alone(turns)
     assert calls(turns, "prefill") == alone_rows
+
+
+@pytest.mark.parametrize(("rows", "forwards"), [(None, [2 * BLOCK] * 3), (200, [6 * BLOCK])])
+def test_no_forward_of_prompts_holds_up_the_steps_of_others_for_long(
+    rows: int | None, forwards: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a caller says how many rows a step has."""
+    monkeypatch.setitem(PROMPT_ROWS, "cpu", 2 * BLOCK)
+    turns = engine([Asked(THREE, LONG), Asked(tuple(reversed(THREE)), LONG)], max_mixed_rows=0, max_batched_rows=rows)
+    check_alone(turns)
+    assert calls(turns, "prefill") == forwards
 
 
 def test_a_prompt_for_which_steps_have_no_room_has_a_forward_of_its_own() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import dgraph
+from dgraph.engine.build import PROMPT_ROWS
 from dgraph.errors import InputError
 from dgraph.families import families, resolve
 from dgraph.runtime.decoding import Decoding
@@ -37,6 +38,16 @@ def test_blocks_that_begin_at_multiples_of_their_length(
     assert turns.driver.max_tokens == room
     (told,) = turns.run()
     assert len(told.token_ids) == room - 3
+
+
+@pytest.mark.parametrize(("positions", "rows"), [(8, 16), (64, 64)])
+def test_a_step_whose_prompts_are_forwarded_whole_has_the_rows_of_the_longest(
+    positions: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROMPT_ROWS, "cpu", 16)
+    model = resolve(families()["llada"].random(), max_positions=positions, block_length=4)
+    with dgraph.optimize(model, "dense", backend="eager").engine() as engine:
+        assert engine._driver.shape.most_rows == rows
 
 
 def test_a_block_longer_than_the_model() -> None:
