@@ -72,9 +72,9 @@ class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer for a server, whose clients have conversations and texts without a frame.
 
     It may also have `bytes_of(token) -> bytes | None`, what an id is of a text in UTF-8, which clients read of parts of
-    characters; `longest_token_bytes`, the most bytes of a text that one id stands for, None for no bound; and
-    `encode_part(text)`, see `encode_part`. Its `encode_chat` may take more by name, such as tools; see
-    `dgraph.models.tokenizer.FileTokenizer`.
+    characters; `longest_token_bytes`, the most bytes of a text that one id stands for, None for no bound; `prepare()`,
+    which a server calls before it has clients; and `encode_part(text)`, see `encode_part`. Its `encode_chat` may take
+    more by name, such as tools; see `dgraph.models.tokenizer.FileTokenizer`.
     """
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:

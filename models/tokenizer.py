@@ -63,6 +63,13 @@ class FileTokenizer:
         """The most bytes of a text in UTF-8 that one id stands for; None where there is no bound."""
         return longest_token(self._tokenizer)
 
+    def prepare(self) -> None:
+        """Build what is known of all tokens, and what reads texts with special ones. That holds up all threads where
+        the vocabulary is large, so a server does it before it has clients.
+        """
+        _ = self.longest_token_bytes
+        self.encode_text("".join(self.special[:1]))
+
     def encode(self, prompt: str) -> list[int]:
         """Ids of a user's prompt in its chat frame; without a template, of the prompt alone, special tokens and all.
 

@@ -27,6 +27,8 @@ class ServedModel:
 
     def __init__(self, id: str, engine: Engine):
         self.id, self.engine, self.created = id, engine, int(time.time())
+        if (prepare := getattr(engine.tokenizer, "prepare", None)) is not None:
+            prepare()
         self._began = engine.stats
         self._pieces: dict[int, str] = {}
 

@@ -118,6 +118,16 @@ def test_the_chat_frame_and_its_special_tokens(tmp_path: Path, trained: dict[str
     assert tokenizer.encode("") == []
 
 
+def test_what_a_server_builds_before_it_has_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = read_tokenizer(embedded()["tiny_sdar"].folder)
+    assert tokenizer is not None
+    tokenizer.prepare()
+    monkeypatch.setattr("dgraph.models.literal.json", None)
+    monkeypatch.setattr("dgraph.models.tokenizer.longest_token", None)
+    assert tokenizer.encode_text("<|user|>")
+    assert tokenizer.longest_token_bytes
+
+
 @pytest.mark.parametrize("name", ["tiny_sdar", "tiny_llada"])
 def test_special_tokens_that_somebody_types_are_text(name: str) -> None:
     tokenizer = read_tokenizer(embedded()[name].folder)

@@ -180,6 +180,19 @@ def test_a_tokenizer_that_knows_no_bytes(live: Live) -> None:
     assert (plain.bytes_of(word), plain.bytes_of(part)) == (b"Sorted", None)
 
 
+def test_a_tokenizer_is_made_ready_before_there_are_clients(live: Live) -> None:
+    class Slow:
+        ready = 0
+
+        def prepare(self) -> None:
+            self.ready += 1
+
+    stats = live.host.lifetime.model("tiny_sdar").engine.stats
+    engine: Any = type("Engine", (), {"tokenizer": Slow(), "stats": stats})()
+    ServedModel("slow", engine)
+    assert engine.tokenizer.ready == 1
+
+
 def test_a_bidirectional_model_and_settings_of_its_own(http: httpx.Client, live: Live) -> None:
     engine = live.engines["tiny_llada"]
     for settings in ({"threshold": 0.6}, {"steps": 8}, {"policy": "llada2.0"}, {"top_p": 0.9, "top_k": 50}):
