@@ -57,8 +57,8 @@ def bind(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise InputError(
-            f"cannot listen at {host}:{port}: {_reason(error)}. Choose another --port (0 for any free one), "
-            f"or stop whatever listens there."
+            f"cannot listen at {host}:{port}: {_reason(error)}. Choose another --host or --port (0 for any "
+            f"free one), or stop whatever listens there."
         ) from None
     found.setblocking(False)
     return found

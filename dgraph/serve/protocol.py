@@ -56,7 +56,7 @@ def kind_of(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):
-        return str(value) if abs(value) < 10**20 else "a number too large"
+        return "a number too large" if abs(value) >= 10**20 else str(value)
     if isinstance(value, str):
         return f"a text of length {len(value)}"
     return f"a list of length {len(value)}" if isinstance(value, list) else "an object"

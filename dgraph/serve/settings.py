@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,6 +29,8 @@ HERE = ("localhost", "127.0.0.1", "[::1]")
 """Names of the machine itself, as a Host header has them."""
 EVERYWHERE = ("", "0.0.0.0", "::")
 """Addresses that listen on every interface."""
+HOST = re.compile(r"[^\s/:@\[\]]+|\[[^\s/\]]+\]")
+"""A name or an address as a Host header has it, without a port."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,12 @@ class ServeSettings:
             if isinstance(values, str) or not all(isinstance(value, str) and value.strip() for value in values):
                 raise InputError(f"{name} is a list of texts, none of them empty; got something else.")
             object.__setattr__(self, name, tuple(values))
+        for host in self.allowed_hosts:
+            if not HOST.fullmatch(host.strip()):
+                raise InputError(
+                    f"allowed_hosts has names as example.org and addresses as [::1], without a scheme and a port; got "
+                    f"{host!r}."
+                )
         for name, least in COUNTS.items():
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):

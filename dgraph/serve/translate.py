@@ -76,7 +76,8 @@ def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
     if body.top_logprobs and body.top_logprobs > 1:
-        raise bad_field("top_logprobs", f"only the chosen token's is known: at most 1, got {body.top_logprobs}.")
+        said = f"top_logprobs is 0 or 1, got {body.top_logprobs}"
+        raise bad_field("top_logprobs", f"only the chosen token's is known: {said}.")
     _check_tools(body)
     ids = _framed(body, model)
     wanted = body.max_completion_tokens or body.max_tokens or settings.default_max_tokens

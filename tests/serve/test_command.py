@@ -91,6 +91,10 @@ def test_sigterm_before_there_is_a_server_ends_the_command_with_a_message(monkey
         (["--header-timeout", "0"], "header_timeout must be a positive number of seconds"),
         (["--max-connections", "0"], "max_connections must be a whole number, at least 1"),
         (["--allowed-host", " "], "allowed_hosts is a list of texts, none of them empty"),
+        (["--allowed-host", "example.org:8000"], "without a scheme and a port; got 'example.org:8000'"),
+        (["--allowed-host", "https://example.org"], "without a scheme and a port; got 'https://example.org'"),
+        (["--allowed-host", "::1"], "addresses as [::1]"),
+        (["--host", "no.such.host.invalid"], "Choose another --host or --port"),
         (["--shutdown-timeout", "-1"], "--shutdown-timeout must be at least 0 seconds"),
         (["--port", "65536"], "a port is a number from 0 to 65535, got 65536"),
         (["--api-key", " "], "api_keys is a list of texts, none of them empty"),
@@ -113,5 +117,5 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_read() -> None:
         result = CliRunner().invoke(app, ["serve", "no_such_model", "--port", str(taken.getsockname()[1])])
     assert result.exit_code == 2
     assert re.search(
-        r"cannot listen at 127\.0\.0\.1:\d+: Address already in use\. Choose another --port", result.stderr
+        r"cannot listen at 127\.0\.0\.1:\d+: Address already in use\. Choose another --host or --port", result.stderr
     )

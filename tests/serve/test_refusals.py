@@ -154,6 +154,11 @@ def test_a_chat_that_cannot_be_served(http: httpx.Client, fields: dict[str, Any]
     assert refused(http.post("/v1/chat/completions", json=body))["param"] == param
 
 
+def test_likely_tokens_beyond_the_chosen_one_are_refused_by_name(http: httpx.Client) -> None:
+    error = refused(chat(http, logprobs=True, top_logprobs=5))
+    assert error["message"] == "only the chosen token's is known: top_logprobs is 0 or 1, got 5."
+
+
 @pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio"])
 def test_a_part_of_a_message_that_is_no_text_is_named(http: httpx.Client, kind: str) -> None:
     parts = [{"type": "text", "text": "abc"}, {"type": kind, kind: {"url": "data:image/png;base64,AAAA"}}]
@@ -179,10 +184,10 @@ def test_a_body_that_is_no_object(http: httpx.Client, body: bytes) -> None:
 
 
 def test_numbers_that_json_does_not_have(http: httpx.Client) -> None:
-    for text in ("NaN", "Infinity", "1e999"):
+    for text, got in (("NaN", "nan"), ("Infinity", "a number too large"), ("1e999", "a number too large")):
         body = f'{{"prompt": "abc", "temperature": {text}}}'
         answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        assert refused(answer)["param"] == "temperature"
+        assert refused(answer)["message"] == f"temperature: Input should be a finite number, got {got}."
 
 
 def test_half_a_character_is_refused(http: httpx.Client) -> None:
