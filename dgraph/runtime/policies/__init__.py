@@ -1,4 +1,6 @@
-"""Which of the predicted tokens of a step are committed. Vectorised over sequences, on the device, no host read.
+"""Decoding rules: they choose which predicted tokens a step commits.
+
+Rules are vectorised over sequences and run on the device without a host read.
 
 A rule is a frozen dataclass in the file of its family. `POLICIES` finds it by name, `PRESETS` are settings that a
 publication or a system uses, and `policy_of` makes either with other options. Another package adds a rule (a subclass
@@ -71,7 +73,11 @@ RULES: tuple[type[DecodeRule], ...] = (
 
 
 def _is_rule(name: str, value: Any) -> bool:
-    """Whether an entry point is a rule, and not settings of one."""
+    """True if an entry point is a rule, False if it is settings of one.
+
+    Raises:
+        ValueError: it is neither, or a rule whose name is not that of the entry point.
+    """
     rule = value if isinstance(value, type) else type(value)
     if not issubclass(rule, DecodeRule) or not is_dataclass(rule):
         raise ValueError(f"is neither a subclass of DecodeRule nor an object of one, got {value!r}")
@@ -81,12 +87,14 @@ def _is_rule(name: str, value: Any) -> bool:
 
 
 POLICIES: Mapping[str, type[DecodeRule]] = Table({rule.name: rule for rule in RULES}, GROUP, _is_rule)
-"""Every rule by name."""
+"""All rules by name."""
 
 _DREAM = Sampler(top_k=50)
-"""Dream's own generation has top_k 50 unless its caller says otherwise: it inherits the default of transformers'
-generation config. At temperature 0 that changes no prediction, but the confidence, margin and entropy by which Dream's
-rules choose among them."""
+"""Sampler of Dream's own generation: top_k 50 by default, which it inherits from transformers' generation config.
+
+At temperature 0 that changes no prediction, but the confidence, margin and entropy by which Dream's rules choose among
+them.
+"""
 
 _PUBLISHED: dict[str, DecodeRule] = {
     "fast_dllm": ConfidenceThreshold(0.9, inclusive=True),
@@ -112,18 +120,22 @@ _PUBLISHED: dict[str, DecodeRule] = {
     "dream_readme": Dream(alg="entropy", sampler=replace(_DREAM, temperature=0.2, top_p=0.95)),
 }
 PRESETS: Mapping[str, DecodeRule] = Table(_PUBLISHED, GROUP, lambda name, value: not _is_rule(name, value))
-"""Settings by the name of who published them, samplers included. Steps are per block; give your own as an option."""
+"""Published settings, samplers included, by the name of their publication or system.
+
+Steps are per block; give your own as an option.
+"""
 
 
 def policy_of(rule: str | float | None = None, steps: int | None = None, **options: Any) -> Policy:
-    """The policy that a caller's settings mean.
+    """Make a policy from a caller's settings.
 
     rule: the name of a rule or of a preset, and `options` (with steps among them) set its fields. Or the short form:
     a threshold, or else steps per block, or neither for a threshold of 0.9. Options may also be a sampler, or its
     temperature, top_p and top_k, which the rule then brings along.
 
-    Raises `UnknownName` for a name or option that does not exist, and `InputError` for a value out of range, an
-    option that is missing, or both of the short form.
+    Raises:
+        UnknownName: a name or option that does not exist.
+        InputError: a value out of range, an option that is missing, or both of the short form.
     """
     if isinstance(rule, str):
         return _named(rule, options if steps is None else {"steps": steps, **options})
@@ -137,12 +149,13 @@ def policy_of(rule: str | float | None = None, steps: int | None = None, **optio
 
 
 def chosen_policy(policy: str | Policy | None, threshold: float | None, steps: int | None) -> Policy:
-    """The policy that a caller chose: by name or as an object, or by a threshold or steps alone.
+    """Policy that a caller chose: by name or as an object, or by a threshold or steps alone.
 
     With a name, threshold and steps are options of that rule.
 
-    Raises `UnknownName` and `InputError` as `policy_of`, and for options beside an object, or an object that is no
-    policy.
+    Raises:
+        UnknownName, InputError: as `policy_of`.
+        InputError: options beside an object, or an object that is no policy.
     """
     if policy is None:
         return policy_of(threshold, steps)
@@ -185,10 +198,12 @@ def _named(name: str, options: dict[str, Any]) -> DecodeRule:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of a named rule or preset with their defaults; None stands for "must be given" too. Settings of its
-    sampler are among them where they are not as they are by default.
+    """Options of a named rule or preset with their defaults; None stands for "must be given" too.
 
-    Raises `UnknownName`.
+    Settings of its sampler are among them if they differ from the defaults.
+
+    Raises:
+        UnknownName: neither a rule nor a preset has the name.
     """
     if name in PRESETS:
         preset = PRESETS[name]
@@ -199,7 +214,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def _settable(rule: DecodeRule | type[DecodeRule]) -> dict[str, Field[Any]]:
-    """The fields of a rule by name, its sampler aside."""
+    """Fields of a rule that options may set, by name, without its sampler."""
     return {f.name: f for f in fields(rule) if f.name != "sampler" and f.init}
 
 

@@ -13,9 +13,9 @@ from dgraph.runtime.policies.base import Candidates, DecodeRule
 
 @dataclass(frozen=True)
 class Autoregressive(DecodeRule):
-    """One token per step: the row of the last token, which sees itself and all before it, predicts the next one.
+    """Decode one token per step: the row of the last token, which sees itself and all before it, predicts the next one.
 
-    For models of encoding="causal" (Nemotron-Labs-Diffusion, its AR mode).
+    For models of encoding="causal" (the AR mode of Nemotron-Labs-Diffusion, arXiv 2607.05722).
     """
 
     name: ClassVar[str] = "autoregressive"
@@ -30,11 +30,13 @@ class SelfSpeculation(DecodeRule):
     """Draft a block, verify it: the tokens of `Autoregressive` in fewer steps (Nemotron-Labs-Diffusion, linear
     self-speculation).
 
-    A step denoises a block that begins with the last token and holds masks after it; what it predicts is a draft. The
-    next step forwards the draft with causal rows: of these, row i predicts position i + 1 from tokens that are right as
-    long as every draft before was what the row before it predicted. So the longest such prefix is kept, and the token
-    that its last row predicts after it, with which the next draft begins. Greedy decoding gives the tokens of
-    `Autoregressive`, one for one; draws have the distribution of its draws.
+    The rule is published in arXiv 2607.05722. A step denoises a block that begins with the last token and holds masks
+    after it; its predictions are a draft. The next step forwards the draft with causal rows, in which row i predicts
+    position i + 1. A drafted token is right if all drafts before it are right and the row before it predicts it.
+
+    The longest prefix of right tokens is kept, and the token that its last row predicts after it. The next draft begins
+    with that token. Greedy decoding gives the tokens of `Autoregressive`, one for one; draws have the distribution of
+    its draws.
     """
 
     name: ClassVar[str] = "self_speculation"

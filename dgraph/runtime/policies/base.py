@@ -1,4 +1,4 @@
-"""What a decode policy sees, and what all policies share."""
+"""Candidates of a step, the base class of decoding rules, and the vectorised pieces that rules share."""
 
 from __future__ import annotations
 
@@ -27,29 +27,32 @@ ORIGINS = {
 
 @dataclass(frozen=True)
 class Candidates:
-    """What a step offers for the current block of b sequences, all [b, B] unless stated.
+    """Candidates that a step offers for the current block of b sequences; all tensors are [b, B] unless stated.
 
-    token i64: predicted, -1 where there is none; confidence f32: its probability, -inf where nothing can be
-    committed (not masked, evicted, or no token); masked bool: not decoded yet; current i64: the block's tokens
-    as they were forwarded; step i64[b]: steps of this block that decoded something, from 0; decoded i64[b]:
-    tokens that they decoded; start i64[b]: position of the block's first row; prompt i64[b]: index of the
-    sequence's prompt among all of the call.
-
-    measured: by name, f32 statistics of each row's distribution that the rule needs (see `dgraph.ops.statistics`),
-    each with its filler where there is no candidate. carried: by name, what the rule carries from step to step.
-
-    What only some rules read (None where nobody gave it): noise f32: uniform in [0, 1), a function of seed, prompt,
-    position and step; order f32: uniform in [0, 1), a function of seed, prompt and
-    position, hence the same in all steps; forwards i64[b]: steps of this block, those that decoded nothing included.
-
-    Where sequences decode by several kinds of rule (see `Mixture`): kind i64[b], which of them each one has; settings
-    by "{index of the kind}.{field}", float64 or int64 [b]: what each set for itself, anything for another kind's.
-
-    For rules that draw a canvas again, else None: draw i64[b, B]: drawn from the distribution of which token is then
-    the most likely one, -1 where there is none.
-
-    For rules that edit: token and confidence also stand at decoded positions; editable bool: decoded, and not
-    part of the prompt; passes i64[b]: steps of this block that began with no mask left in it.
+    Attributes:
+        token: i64, the predicted token, -1 without one.
+        confidence: f32, its probability, -inf where nothing can be committed (not masked, evicted, or no token).
+        masked: bool, not decoded yet.
+        current: i64, the block's tokens as they were forwarded.
+        step: i64[b], steps of this block that decoded something, from 0.
+        decoded: i64[b], tokens that these steps decoded.
+        start: i64[b], position of the block's first row.
+        prompt: i64[b], index of the sequence's prompt among all of the call.
+        measured: by name, f32 statistics of each row's distribution that the rule needs (see `dgraph.ops.statistics`);
+            each has its filler where there is no candidate.
+        carried: by name, tensors that the rule carries from step to step.
+        noise: f32, uniform in [0, 1), a function of seed, prompt, position and step; None if it was not given.
+        order: f32, uniform in [0, 1), a function of seed, prompt and position, hence the same in all steps; None if it
+            was not given.
+        forwards: i64[b], steps of this block, those that decoded nothing included; None if it was not given.
+        editable: bool, for rules that edit: decoded, and not part of the prompt. For these rules, token and confidence
+            also stand at decoded positions.
+        passes: i64[b], for rules that edit: steps of this block that began without a mask.
+        kind: i64[b], index of each sequence's kind of rule in a `Mixture`.
+        settings: by "{index of the kind}.{field}", float64[b] or int64[b], settings of each sequence for itself in a
+            `Mixture`; arbitrary for sequences of another kind.
+        draw: i64, for rules that draw a canvas again, else None: a token drawn from the distribution, -1 without one;
+            `token` is then the most likely token.
     """
 
     token: Tensor
@@ -87,7 +90,11 @@ class Candidates:
         return self.masked.sum(dim=1) + self.decoded
 
     def need(self, name: str, rule: object) -> Tensor:
-        """An optional field or a statistic; `InputError` naming the rule if nobody gave it."""
+        """Read an optional field or a statistic.
+
+        Raises:
+            InputError: it was not given; the message names the rule.
+        """
         value: Tensor | None = getattr(self, name) if name in ORIGINS else self.measured.get(name)
         if value is None:
             raise _missing(name, rule)
@@ -108,11 +115,11 @@ class Carried:
     """A tensor that a policy carries from step to step; the runtime makes, keeps and resets it.
 
     Attributes:
-        name: under which `Candidates.carried` has it, and `carry` gives what it becomes.
+        name: key of the tensor in `Candidates.carried`, and of its next value in the result of `carry`.
         dtype: of its values.
-        fill: what it begins with.
-        per: "position" [b, B] of the current block, or "sequence" [b].
-        lasts: "block": it begins anew with every block; "sequence": it does not, which only one per sequence can.
+        fill: initial value.
+        per: "position" for [b, B] over the current block, or "sequence" for [b].
+        lasts: "block" resets it with every block; "sequence" never does, and takes per="sequence".
     """
 
     name: str
@@ -130,12 +137,12 @@ class Carried:
             )
 
     def begin(self, sequences: int, block: int, device: torch.device) -> Tensor:
-        """[b, B] or [b]: what it begins with."""
+        """[b, B] or [b]: the initial tensor."""
         shape = (sequences, block) if self.per == "position" else (sequences,)
         return torch.full(shape, self.fill, dtype=self.dtype, device=device)
 
     def next(self, value: Tensor, moved: Tensor) -> Tensor:
-        """What the policy made of it, begun anew for the sequences bool[b] that moved on to another block."""
+        """The policy's next value, reset for the sequences bool[b] that moved on to another block."""
         if self.lasts == "sequence":
             return value
         return torch.where(moved[:, None] if value.dim() == 2 else moved, self.fill, value).to(self.dtype)
@@ -147,31 +154,35 @@ class Policy(Protocol):
     def choose(self, candidates: Candidates) -> Tensor:
         """bool[b, B]: the positions whose token is committed.
 
-        Every sequence with a committable position gets at least one, unless the policy may wait; a position
-        that is not committable, none, unless the policy edits. Runs on the device and reads nothing back, and
-        may be captured in a CUDA graph.
+        At least one position of every sequence with a committable one, unless the policy may wait. Committable
+        positions only, unless the policy edits. Runs on the device and reads nothing back, and may be captured in a
+        CUDA graph.
         """
         ...
 
 
 @dataclass(frozen=True)
 class DecodeRule:
-    """Base of the policies here: frozen, comparable, JSON-able. Ties always go to the lower position.
+    """Base class of decoding rules: frozen, comparable, JSON-able. Ties always go to the lower position.
 
-    name: what `policy_of` knows it by. may_wait: a step may commit nothing. edits: `choose` may also replace
-    decoded tokens, and `settled` says when a block is done. remasks: it edits, and `remask` takes tokens back. moves:
-    it edits, and `move` says where tokens go. autoregressive: what is committed is what causal rows predict of the
-    position after them, whatever `choose` says (see `dgraph.runtime.two_modes`); drafts: a step that denoises a block
-    first predicts what these rows hold.
-    renoises: what is not committed is drawn again, or random, in the next step; it then has `keep` and `heat`, and
-    commits all of a block at once.
-    sampler: how tokens are taken from logits unless a caller says otherwise; None for the most likely one.
+    Attributes:
+        name: name of the rule in `policy_of`.
+        may_wait: a step may commit nothing.
+        edits: `choose` may also replace decoded tokens, and `settled` says when a block is done.
+        remasks: it edits, and `remask` turns decoded tokens into masks again.
+        moves: it edits, and `move` says where tokens go.
+        autoregressive: each step commits the tokens that causal rows predict for the position after them, whatever
+            `choose` returns (see `dgraph.runtime.two_modes`).
+        drafts: a step that denoises a block first predicts the tokens of these causal rows.
+        renoises: positions that are not committed are drawn again, or random, in the next step. The rule then has
+            `keep` and `heat`, and commits all of a block at once.
+        sampler: sampler of the rule, unless a caller gives another; None takes the most likely token.
 
-    per_request: names of numeric fields that each sequence of a batch may have its own value of. The methods must then
-    take a tensor [b], float64 or int64, in the place of the number, and give the same bits with either; `setting` and
-    `steps_of` read both. Of a sequence that is not there, or decodes by another rule, the value may be 0, by which no
-    integer must be divided. A field that is None stays so. It holds for the class that says it and not for those
-    derived from it, whose methods may read a field in another way.
+    `per_request` names numeric fields that may differ between the sequences of a batch. The methods must then take a
+    tensor [b], float64 or int64, in the place of the number, and give the same bits with either; `setting` and
+    `steps_of` read both. The value of an idle slot, or of a sequence that decodes by another rule, may be 0: integers
+    must not be divided by it. A None field stays None. The names hold only for the class that declares them, since the
+    methods of a derived class may read a field in another way.
     """
 
     name: ClassVar[str]
@@ -191,18 +202,19 @@ class DecodeRule:
 
     @property
     def needs(self) -> frozenset[str | Statistic]:
-        """What the rule reads beyond the fields that `Candidates` always has: names of its optional fields and of
-        statistics, or statistics themselves.
+        """Inputs of the rule beyond the fields that `Candidates` always has.
+
+        Names of its optional fields and of statistics, or statistics themselves.
         """
         return frozenset()
 
     @property
     def carries(self) -> tuple[Carried, ...]:
-        """What the rule keeps from step to step; it then has `carry`. A captured step knows of no other state."""
+        """Tensors that the rule carries from step to step; it then has `carry`. A captured step has no other state."""
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        """Its name under "rule" and its settings; `policy_of(**value)` gives an equal policy.
+        """JSON form: the name under "rule", and the settings; `policy_of(**value)` gives an equal policy.
 
         Raises:
             InputError: its class has no name, by which it would be found again.
@@ -216,13 +228,14 @@ class DecodeRule:
 
     @property
     def foresees(self) -> bool:
-        """Whether what a step commits is known before its forward, so that `foresee` can say it."""
+        """True if the columns that a step commits are known before its forward; the rule then has `foresee`."""
         return False
 
     @property
     def sub_block(self) -> int | None:
-        """The length of a part of the block that is decoded by itself, with the other parts' keys as they were cached
-        when its first position was decoded; None: every step forwards the block.
+        """Length of a part of the block that is decoded by itself; None: every step forwards the block.
+
+        The part sees the other parts' keys as they were cached when its first position was decoded.
         """
         return None
 
@@ -231,31 +244,33 @@ class DecodeRule:
         raise NotImplementedError
 
     def carry(self, candidates: Candidates, chosen: Tensor) -> Mapping[str, Tensor]:
-        """What each of `carries` becomes, by name, once `chosen` bool[b, B] is committed; in new tensors."""
+        """Next value of each of `carries`, by name, once `chosen` bool[b, B] is committed; in new tensors."""
         raise NotImplementedError
 
     def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
-        """i64[b, K]: columns that the coming step commits, in order, and -1 after them; K is the most that any does.
+        """i64[b, K]: columns that the coming step commits, in order, and -1 after them; K is the most of any step.
 
-        It is what `choose` takes of candidates for all masked positions. masked bool[b, B], step i64[b], decoded i64[b]
-        and order f32[b, B] are as in `Candidates`. Runs on the device and reads nothing back.
+        `choose` returns the same columns if all masked positions are candidates. masked bool[b, B], step i64[b],
+        decoded i64[b] and order f32[b, B] are as in `Candidates`. Runs on the device and reads nothing back.
         """
         raise NotImplementedError
 
     def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
-        """bool[b, B]: decoded positions, none of them chosen, that become masks again. Fewer of them than chosen masks,
-        so that every step leaves fewer masks and a block ends.
+        """bool[b, B]: decoded positions, none of them chosen, that become masks again.
+
+        They must be fewer than the chosen masks, so that every step leaves fewer masks and a block ends.
         """
         raise NotImplementedError
 
     def move(self, candidates: Candidates, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """i64[b, B]: what is written at the chosen positions; and i64[b, B]: from where each position takes its token
-        or mask. c: from column c, with what is written there; B + c: from column c as it was; 2 B: a new mask.
+        """i64[b, B]: tokens written at the chosen positions; i64[b, B]: source of each position's token or mask.
+
+        A source c is column c after the write, B + c is column c before it, and 2 B is a new mask.
         """
         raise NotImplementedError
 
     def keep(self, candidates: Candidates) -> Tensor:
-        """bool[b, B]: positions where the next step finds what this one drew; elsewhere it finds random tokens."""
+        """bool[b, B]: positions that keep this step's draw in the next step; the others get random tokens."""
         raise NotImplementedError
 
     def heat(self, step: Tensor) -> Tensor:
@@ -267,23 +282,23 @@ class DecodeRule:
         return ~(candidates.masked & ~chosen).any(dim=1)
 
     def refuse(self, field: str, expected: str, hint: str = "") -> InputError:
-        """The error for a field whose value is not what it should be."""
+        """Error for a field with a wrong value."""
         value = getattr(self, field)
         message = f"{type(self).__name__}: {field} is {expected}, got {value!r}.{hint and ' ' + hint}"
         return InputError(message, field=field)
 
     def check_number(self, field: str, low: float, high: float, expected: str, hint: str = "") -> None:
-        """`InputError` unless the field is a number, not NaN, in [low, high]."""
+        """Raise `InputError` unless the field is a number, not NaN, in [low, high]."""
         value = getattr(self, field)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.refuse(field, expected, hint)
 
     def check_threshold(self, field: str = "threshold", hint: str = "") -> None:
-        """`InputError` unless the field is a probability above 0."""
+        """Raise `InputError` unless the field is a probability above 0."""
         self.check_number(field, math.ulp(0.0), 1, "a probability in (0, 1]", hint)
 
     def check_steps(self, steps: object, optional: bool = True) -> None:
-        """`InputError` unless the field `steps` is a positive int, or None for the block length."""
+        """Raise `InputError` unless `steps` is a positive int, or None (if optional) for the block length."""
         if optional and steps is None:
             return
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
@@ -291,13 +306,13 @@ class DecodeRule:
             raise self.refuse("steps", f"a number of denoising steps per block, at least 1{none}")
 
     def check_choice(self, field: str, choices: Sequence[str]) -> None:
-        """`InputError` unless the field is one of the choices."""
+        """Raise `InputError` unless the field is one of the choices."""
         if getattr(self, field) not in choices:
             raise self.refuse(field, f"one of {', '.join(choices)}")
 
 
 class _Own:
-    """Stands for one object: equal to what stands for the same one."""
+    """Identity of one object as a hashable value: equal to another identity of the same object only."""
 
     def __init__(self, owner: object):
         self.owner = owner  # held, so that no other object gets its address
@@ -310,11 +325,11 @@ class _Own:
 
 
 def policy_key(policy: Policy) -> Hashable:
-    """Equal for two policies of which one may run what was captured for the other.
+    """Cache key of a policy: two policies with equal keys may share captured graphs.
 
-    That is true of equal values: frozen dataclasses all of whose attributes are fields that are compared and cannot
-    change. Any other policy may hold state that its equality does not tell, and is equal to itself alone. One that is
-    made of others has theirs in an attribute `policy_key`.
+    Equal values have equal keys: frozen dataclasses all of whose attributes are fields that are compared and cannot
+    change. Any other policy may hold state that its equality does not tell, and is equal to itself alone. A policy that
+    is made of others combines their keys in an attribute `policy_key`.
     """
     theirs: Hashable = getattr(policy, "policy_key", None)
     if theirs is not None:
@@ -324,7 +339,7 @@ def policy_key(policy: Policy) -> Hashable:
 
 
 def is_value(value: object) -> bool:
-    """Whether all that it is shows in its equality; see `policy_key`."""
+    """True if an object has no state beyond what its equality compares; see `policy_key`."""
     if value is None or isinstance(value, bool | int | float | str | bytes | Enum | torch.dtype):
         return True
     if isinstance(value, tuple | frozenset):
@@ -338,19 +353,20 @@ def is_value(value: object) -> bool:
 
 
 def policy_sampler(policy: Policy) -> Sampler:
-    """How tokens are taken from logits under a policy where the caller does not say."""
+    """Sampler of a policy, used if the caller gives none."""
     return getattr(policy, "sampler", None) or Sampler()
 
 
 def needs_of(policy: Policy) -> frozenset[str]:
-    """Names of what a policy reads: optional fields of `Candidates`, and statistics."""
+    """Names of a policy's inputs: optional fields of `Candidates`, and statistics."""
     return frozenset(need.name if isinstance(need, Statistic) else need for need in getattr(policy, "needs", ()))
 
 
 def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
-    """The statistics that a policy reads beside those that dgraph::lm_head gives, by name.
+    """Statistics that a policy reads beside those that dgraph::lm_head gives, sorted by name.
 
-    Raises `InputError` for two of one name.
+    Raises:
+        InputError: two of one name.
     """
     needs = (BY_NAME.get(need) if isinstance(need, str) else need for need in getattr(policy, "needs", ()))
     found = sorted((s for s in needs if isinstance(s, Statistic) and s not in GIVEN), key=lambda s: (s.name, repr(s)))
@@ -359,51 +375,52 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 
 
 def carries_of(policy: Policy) -> tuple[Carried, ...]:
-    """What a policy carries from step to step."""
+    """Tensors that a policy carries from step to step."""
     return tuple(getattr(policy, "carries", ()))
 
 
 def may_wait(policy: Policy) -> bool:
-    """Whether a step of the policy may commit nothing."""
+    """True if a step of the policy may commit nothing."""
     return bool(getattr(policy, "may_wait", False))
 
 
 def edits(policy: Policy) -> bool:
-    """Whether the policy replaces decoded tokens; it then has `settled`, see `DecodeRule`."""
+    """True if the policy replaces decoded tokens; it then has `settled`, see `DecodeRule`."""
     return bool(getattr(policy, "edits", False))
 
 
 def overrules(policy: Policy) -> bool:
-    """Whether the policy decides every step, whatever a plan says of a block's first one."""
+    """True if the policy decides every step, whatever a plan says of a block's first one."""
     return bool(getattr(policy, "overrules", False))
 
 
 def remasks(policy: Policy) -> bool:
-    """Whether the policy turns decoded tokens into masks again; it then has `remask`, see `DecodeRule`."""
+    """True if the policy turns decoded tokens into masks again; it then has `remask`, see `DecodeRule`."""
     return bool(getattr(policy, "remasks", False))
 
 
 def moves(policy: Policy) -> bool:
-    """Whether the policy changes how many tokens a block has; it then has `move`, see `DecodeRule`."""
+    """True if the policy changes how many tokens a block has; it then has `move`, see `DecodeRule`."""
     return bool(getattr(policy, "moves", False))
 
 
 def renoises(policy: Policy) -> bool:
-    """Whether the policy draws what it does not commit again; it then has `keep` and `heat`, see `DecodeRule`."""
+    """True if the policy draws uncommitted positions again; it then has `keep` and `heat`, see `DecodeRule`."""
     return bool(getattr(policy, "renoises", False))
 
 
 def foresees(policy: Policy) -> bool:
-    """Whether the policy knows before a step what it commits; it then has `foresee`, see `DecodeRule`."""
+    """True if the policy knows before a step which columns it commits; it then has `foresee`, see `DecodeRule`."""
     return bool(getattr(policy, "foresees", False))
 
 
 def check_needs(policy: Policy, given: Collection[str]) -> None:
-    """Refuse a policy before anything has run.
+    """Refuse a policy whose inputs are missing, before anything has run.
 
-    given: the optional fields that candidates will have.
+    given: names of the optional fields and statistics that candidates will have.
 
-    Raises `InputError` naming the rule and the first field that is missing.
+    Raises:
+        InputError: a field is missing; the message names the rule and the first such field.
     """
     for name in sorted(needs_of(policy) - set(given)):
         raise _missing(name, policy)
@@ -413,7 +430,7 @@ def check_needs(policy: Policy, given: Collection[str]) -> None:
 
 
 PAIRS = 128
-"""Up to this number of columns all pairs are compared, fused with what is around it. Beyond it sorting is faster."""
+"""Columns up to which `rank` compares all pairs, fused with the ops around it. Beyond it sorting is faster."""
 
 
 def rank(score: Tensor) -> Tensor:
@@ -438,8 +455,9 @@ def leftmost(flags: Tensor, count: Tensor) -> Tensor:
 
 
 def first_columns(score: Tensor, count: Tensor, most: int) -> Tensor:
-    """i64[b, most]: columns of the count[b] largest scores of each row, the largest first (ties: lower position); -1
-    after them.
+    """i64[b, most]: columns of the count[b] largest scores of each row, then -1.
+
+    The largest comes first (ties: lower position).
     """
     columns = score.argsort(dim=1, descending=True, stable=True)[:, :most]
     return torch.where(torch.arange(columns.shape[1], device=score.device) < count[:, None], columns, -1)
@@ -457,14 +475,15 @@ def setting(value: float | Tensor, like: Tensor) -> Tensor:
 
 
 def steps_of(steps: int | Tensor | None, block: int) -> int | Tensor:
-    """The setting `steps`: None for one per position of a block; i64[b], which is at least 1 even where no sequence is,
-    so that it divides.
+    """Number of steps of a block: the setting `steps`, or the block length if it is not set.
+
+    i64[b] is raised to at least 1, also for idle slots, so that it can be divided by.
     """
     return steps.clamp(min=1) if isinstance(steps, Tensor) else steps or block
 
 
 def share(total: Tensor | int, steps: Tensor | int, step: Tensor) -> Tensor:
-    """i64[b]: what step `step` i64[b] (from 0) gets when `total` is spread over `steps` steps; at least one.
+    """i64[b]: share of step `step` i64[b] (from 0) when `total` is spread over `steps` steps; at least one.
 
     total // steps, and one more in the first total % steps steps. A block whose rows were evicted may need more
     steps than that; each of them gets total // steps.

@@ -18,11 +18,11 @@ VARIANTS = ("paper", "dinfer")
 class Factor(DecodeRule):
     """Commit the n most confident, n the largest number with (n + 1) (1 - c_(n)) < factor; at least one.
 
-    c_(1) >= c_(2) >= ... are the confidences of the block (Fast-dLLM's factor-based decoding). As n grows the left
-    side never falls, so the n allowed positions are the first n. In float64.
+    c_(1) >= c_(2) >= ... are the confidences of the block (Fast-dLLM's factor-based decoding, arXiv 2505.22618). As n
+    grows the left side never falls, so the n allowed positions are the first n. In float64.
 
-    variant "dinfer" is the index rule of dInfer's public code instead: the bound holds with equality too, and
-    where only the least confident of m >= 2 positions breaks it, that one is committed as well.
+    variant "dinfer" is the index rule of dInfer's public code instead: the bound holds with equality too. If only the
+    least confident of m >= 2 positions breaks the bound, it is committed as well.
     """
 
     factor: float = 1.0
@@ -54,12 +54,13 @@ class Factor(DecodeRule):
 
 @dataclass(frozen=True)
 class EntropyBounded(DecodeRule):
-    """Commit the k positions of least entropy, k as many as their entropies sum to less than `gamma` (SDAR
+    """Commit the k positions of least entropy, k the largest number whose entropies sum to less than `gamma` (SDAR
     entropy_bounded, JetEngine).
 
-    With entropies H_(1) <= H_(2) <= ... in nats: k = #{j : H_(1) + ... + H_(j) < gamma}, at least one. Sums are in
-    float64. Entropies are those of the distribution that tokens are drawn from, at the row's temperature. (SDAR's
-    public code of this rule does not run; this is the rule that it states.)
+    It is the entropy-bounded sampler of Ben-Hamu et al., arXiv 2505.24857, as SDAR (arXiv 2510.06303) states it. With
+    entropies H_(1) <= H_(2) <= ... in nats: k = #{j : H_(1) + ... + H_(j) < gamma}, at least one. Sums are in float64.
+    Entropies are those of the distribution that tokens are drawn from, at the row's temperature. SDAR's public code of
+    this rule does not run.
     """
 
     gamma: float = 0.35

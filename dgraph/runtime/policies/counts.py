@@ -22,14 +22,15 @@ class FixedSteps(DecodeRule):
 
     n_i = T // steps, and one more in the first T % steps steps; at least one.
 
-    schedule "block" (SDAR low_confidence_static, LMDeploy): T is the block length B. A block that begins with the
-    prompt's remainder has fewer masks and needs fewer steps. "masks" (LLaDA): T is the number of masked positions
-    that the block began with, so that it takes `steps` steps whatever the prompt left of it. A block whose rows
-    were evicted may need more with either.
+    schedule "block" (SDAR low_confidence_static, arXiv 2510.06303; LMDeploy): T is the block length B. A block that
+    begins with the prompt's remainder has fewer masks and needs fewer steps. "masks" (LLaDA, arXiv 2502.09992): T is
+    the number of masked positions that the block began with. It then takes `steps` steps, however many of its positions
+    the prompt has filled. A block whose rows were evicted may need more with either.
 
-    remasking "low_confidence": the best are the most confident. "random" (LLaDA, JetEngine): they are drawn
-    uniformly, and the confidence plays no part. "random_order" (dKV-Cache-Greedy): so they are, but the order of all
-    positions of a block is drawn once, so that what a step commits is known before it.
+    remasking "low_confidence": the best are the most confident. "random" (LLaDA, JetEngine): they are drawn uniformly
+    in each step, and the confidence plays no part. "random_order" (dKV-Cache-Greedy, arXiv 2505.15781): they are drawn
+    uniformly too, but the order of all positions of a block is drawn once. So the positions of a step are known before
+    it.
 
     SDAR's public code lets top-n_i run over decoded rows when fewer than n_i masks are left, and overwrites these;
     here it does not.
@@ -43,7 +44,7 @@ class FixedSteps(DecodeRule):
 
     @property
     def per_request(self) -> tuple[str, ...]:
-        """The steps, unless they say how many columns are foreseen: that is a shape."""
+        """The field `steps`, unless it sets how many columns are foreseen: that number is a shape."""
         return () if self.foresees else ("steps",)
 
     def __post_init__(self) -> None:
@@ -81,8 +82,9 @@ class FixedSteps(DecodeRule):
 class Sequential(DecodeRule):
     """Commit the leftmost n_i masks: decoding from left to right (SDAR `sequential`).
 
-    n_i is that of `FixedSteps` over the block length; steps None: one token per step. SDAR's slice starts at the
-    first mask and may run over decoded rows; here only masks that have a token count.
+    The rule is that of SDAR, arXiv 2510.06303. n_i is that of `FixedSteps` over the block length; steps None: one token
+    per step. SDAR's slice starts at the first mask and may run over decoded rows; here only masks that have a token
+    count.
     """
 
     steps: int | None = None

@@ -19,10 +19,10 @@ ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
 class Dream(DecodeRule):
     """Commit along a schedule of timesteps, by one of Dream's four scores.
 
-    t_i = 1 - i (1 - eps) / steps. Step i of a block (steps that commit nothing count) unmasks a share
-    1 - t_(i+1) / t_i, all in the last. alg "origin": each mask with that probability. Else n = floor(share * masks
-    left) positions of the highest score, which may be none: "maskgit_plus": confidence; "topk_margin": p1 - p2;
-    "entropy": sum p log p.
+    The rule is that of Dream 7B, arXiv 2508.15487. t_i = 1 - i (1 - eps) / steps. Step i of a block (steps that commit
+    nothing count) unmasks a share 1 - t_(i+1) / t_i, all in the last. alg "origin": each mask with that probability.
+    Else n = floor(share * masks left) positions of the highest score; n may be 0. The score is the confidence
+    ("maskgit_plus"), p1 - p2 ("topk_margin"), or sum p log p ("entropy").
 
     alg_temp None or 0 takes the n highest; a temperature draws n without replacement with probabilities
     proportional to exp(score / alg_temp). It takes the n highest of score / alg_temp plus Gumbel noise, which has the
@@ -33,8 +33,8 @@ class Dream(DecodeRule):
     Its 1e-10 inside the logarithm of the entropy is left out, and so is the mask token's share of the softmax. All is
     in fp32, where Dream has the dtype of the logits.
 
-    The lower of positions with equal scores are taken, as `torch.topk` in Dream's code does on a GPU; on a CPU it takes
-    any. With top-p they are common: an id that has more than top_p is left alone, and such rows are equally sure.
+    Ties go to the lower position, as `torch.topk` in Dream's code does on a GPU; on a CPU it takes any. With top-p
+    ties are common: an id with more than top_p is the only one left, and such rows have equal scores.
     """
 
     steps: int | None = None
@@ -101,12 +101,14 @@ def gumbel_of(noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DreamThreshold(DecodeRule):
-    """A budget per step, of which what is not confident enough is kept for the next (Dream confidence_threshold).
+    """Commit up to a budget per step, and carry the part that is not confident enough over to the next step (Dream
+    confidence_threshold).
 
-    Step i may commit its own q_i tokens and what earlier steps left of theirs; q_i spreads the masks that the block
-    began with over `steps` steps (None: the block length), one more in the first ones. Of the most confident that
-    many, those below `threshold` wait, but never the most confident of all. After the last step the same goes on
-    with what is left. Dream's code asks that the masks divide by the steps; here they need not.
+    The rule is that of Dream 7B, arXiv 2508.15487. Step i may commit its own q_i tokens and what earlier steps left of
+    theirs. q_i spreads the masks that the block began with over `steps` steps (None: the block length), one more in the
+    first ones. Among that many of the most confident, tokens below `threshold` wait, but never the most confident of
+    all. After the last step the same goes on with the masks that are left. Dream's code asks that the masks divide by
+    the steps; here they need not.
     """
 
     threshold: float = THRESHOLD

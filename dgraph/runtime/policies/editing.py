@@ -17,7 +17,7 @@ class JointThreshold(DecodeRule):
     Gamma = {i : masked, c_i > threshold}, or the most confident mask if that is empty (LLaDA2.1 eq. 1);
     Delta = {i : decoded, not of the prompt, token_i != current_i, c_i > edit_threshold} (eq. 2); both are written
     (eq. 3). A block without masks gets up to `max_post_edit_steps` further passes, and is settled by the first that
-    changes nothing. The defaults are SGLang's JointThreshold; its `penalty_lambda` is a field of
+    changes nothing. The defaults are those of SGLang's JointThreshold; its `penalty_lambda` is a field of
     `runtime.sampling.Sampler`.
 
     SGLang counts a pass before it looks at the limit, and so forwards the block once more without writing anything;

@@ -23,16 +23,18 @@ class JointThresholdInDel(JointThreshold):
     leaves the block at its end is lost. Neither id stays. Given tokens (the prompt, fixed ones) stay where they are:
     only the other positions move, in their order.
 
-    Masks that the block began with are original, wherever they have moved; others were introduced. As long as an
-    original mask is left, a step commits the masks above `threshold` if these are at least 1 + the introduced ones,
-    else that many of the most confident, so that an original one is among them. Without original masks it commits all.
-    Decoded tokens are replaced as in `JointThreshold`. Steps that begin without an original mask are counted, up to
-    `max_post_edit_steps`; the next one is the last, as is step block length + max_post_edit_steps + 1 in any case. In
-    the last step the most likely other token stands in for either id, so that nothing moves and no mask is left. A
-    block is settled by the last step, or by one that writes nothing.
+    Masks that the block began with are original, wherever they have moved; others were introduced. While an original
+    mask is left, a step commits at least n = 1 + introduced masks, so an original one is among them. These are the
+    masks above `threshold` if there are n or more, else the n most confident. Without original masks a step commits
+    all. Decoded tokens are replaced as in `JointThreshold`.
 
-    The budget is that of SGLang's JointThresholdInDel. What that does against repeated blocks (it remembers all states
-    of a block, and resamples a token in a state that it has seen) is left out: the budget ends such blocks.
+    Steps that begin without an original mask are counted, up to `max_post_edit_steps`; the next one is the last, as is
+    step block length + max_post_edit_steps + 1 in any case. In the last step the most likely other token stands in for
+    either id, so that nothing moves and no mask is left. A block is settled by the last step, or by one that writes
+    nothing.
+
+    The budget is that of SGLang's JointThresholdInDel. SGLang also remembers all states of a block, and resamples a
+    token in a state that it has seen. That guard against repeated blocks is left out: the budget ends such blocks.
     """
 
     delete_id: int = 156930
@@ -100,8 +102,10 @@ class JointThresholdInDel(JointThreshold):
         return OtherToken((self.delete_id, self.split_id))
 
     def _progress(self, candidates: Candidates) -> tuple[Tensor, Tensor, Tensor]:
-        """bool[b, B]: positions that were masks when the block began; i64[b]: steps without an original mask, this one
-        included; bool[b]: whether this is the last step.
+        """Counters of the block in this step.
+
+        bool[b, B]: original masks, at the positions to which they have moved; i64[b]: steps that began without an
+        original mask, this one included; bool[b]: this is the last step.
         """
         forwards, masked = candidates.need("forwards", self), candidates.masked
         original = torch.where((forwards == 0)[:, None], masked, candidates.carried["original"])
@@ -110,7 +114,7 @@ class JointThresholdInDel(JointThreshold):
         return original, late, (late > most) | (forwards + 1 > masked.shape[1] + most)
 
     def _token(self, candidates: Candidates) -> Tensor:
-        """i64[b, B]: what is written; the most likely other token for either id in the last step."""
+        """i64[b, B]: tokens to write; in the last step, the most likely other token in place of either id."""
         token, last = candidates.token, self._progress(candidates)[2]
         moving = (token == self.delete_id) | (token == self.split_id)
         return torch.where(moving & last[:, None], candidates.need(self._other.name, self).to(token.dtype), token)

@@ -1,4 +1,4 @@
-"""What of a policy each request of a batch may set for itself, and what it must share with others of its kind."""
+"""Settings of a policy that each request of a batch has for itself, and the kind of policy that requests share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _MOST = 2**63 - 1  # what an int64 holds
 def per_request(policy: Policy) -> tuple[str, ...]:
     """Names of the fields that may hold a tensor [b] in the place of a number; see `DecodeRule.per_request`.
 
-    Raises `InputError` for a name that is no field whose annotation says float or int.
+    Raises:
+        InputError: a name that is no field, or whose annotation says neither float nor int.
     """
     if not isinstance(policy, DecodeRule) or "per_request" not in vars(type(policy)) or not is_value(policy):
         return ()
@@ -30,10 +31,10 @@ def per_request(policy: Policy) -> tuple[str, ...]:
 
 
 def kind_of(policy: Policy) -> Policy:
-    """The policy with the settings that are a request's own at fixed values, and without its sampler, by which no rule
-    decides. Policies of one kind are equal, and so are their `policy_key`s: what was compiled for one serves all.
+    """Kind of a policy: the policy with its per-request settings at fixed values, and without its sampler.
 
-    A policy that is no `DecodeRule`, or may hold state (see `policy_key`), is a kind of its own.
+    No rule decides by its sampler. Policies of one kind have equal kinds and equal `policy_key`s, so graphs compiled
+    for one serve all. A policy that is no `DecodeRule`, or may hold state (see `policy_key`), is a kind of its own.
     """
     if not isinstance(policy, DecodeRule) or not is_value(policy):
         return policy
@@ -41,7 +42,7 @@ def kind_of(policy: Policy) -> Policy:
 
 
 def settings_of(policy: Policy) -> dict[str, float | int]:
-    """What is a request's own, by field: with it, `with_settings` makes the policy of its kind."""
+    """Per-request settings of a policy by field; `with_settings` makes the policy from its kind and these."""
     values = {name: _type_of(policy, name)(getattr(policy, name)) for name in per_request(policy)}
     return {name: min(value, _MOST) if isinstance(value, int) else value for name, value in values.items()}
 
@@ -49,10 +50,10 @@ def settings_of(policy: Policy) -> dict[str, float | int]:
 def with_settings(policy: Policy, settings: Mapping[str, Tensor]) -> Policy:
     """The policy for b sequences of its kind, each with its own settings: tensors [b] by field, float64 or int64.
 
-    Values are not checked: that was done where the requests' own policies were made. Those of a sequence that is not
-    there may be 0.
+    Values are not checked: that was done where the requests' own policies were made. Values of idle slots may be 0.
 
-    Raises `InputError` for a field that is not a request's own.
+    Raises:
+        InputError: a field that is not a request's own.
     """
     own = per_request(policy)
     for name in settings:
@@ -85,7 +86,7 @@ def _type_of(policy: Policy, name: str) -> type[float] | type[int]:
 
 
 def _usual(policy: Policy, name: str) -> float | int:
-    """A valid value: the default, or 1 where there is none."""
+    """A valid value: the default, or 1 for a field without a default or with default None."""
     field = _field(policy, name)
     assert field is not None
     number = 1 if field.default is MISSING or field.default is None else field.default

@@ -34,17 +34,17 @@ from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, wit
 Attribute = Literal[
     "may_wait", "edits", "remasks", "moves", "overrules", "foresees", "autoregressive", "drafts", "renoises"
 ]
-"""What is true of a policy or not, and may differ from kind to kind."""
+"""Boolean attributes of a policy that may differ between kinds."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Refusals:
-    """Kinds of a mixture that are asked no more, since they raised: their sequences get nothing.
+    """Kinds of a mixture that are no longer asked, since they raised: their sequences commit nothing.
 
     Attributes:
-        errors: what each raised, by its place in the mixture.
-        noting: whether others that raise are noted, too; else the error goes on.
+        errors: the exception of each such kind, by its index in the mixture.
+        noting: note the exception of a further kind too; False propagates it.
     """
 
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -56,7 +56,7 @@ _REFUSALS: ContextVar[Refusals | None] = ContextVar("dgraph refusals", default=N
 
 @contextmanager
 def refusing(refusals: Refusals | None) -> Iterator[None]:
-    """Within it, mixtures ask these kinds no more; None: they ask all, and what a kind raises goes on."""
+    """Context in which mixtures skip the kinds that have raised; None: they ask all, and exceptions propagate."""
     token = _REFUSALS.set(refusals)
     try:
         yield
@@ -66,7 +66,7 @@ def refusing(refusals: Refusals | None) -> Iterator[None]:
 
 @contextmanager
 def noting_none() -> Iterator[bool]:
-    """Within it, kinds that raise are not noted; whether others were."""
+    """Context in which exceptions of kinds propagate instead of being noted; yields True if some kinds are skipped."""
     before = _REFUSALS.get()
     with refusing(None if before is None else replace(before, noting=False)):
         yield before is not None and bool(before.errors)
@@ -78,11 +78,11 @@ class Mixture:
 
     It reads `Candidates.kind`, which may be None where there is one kind, and `Candidates.settings`. Every kind decides
     for every sequence, and `kind` says which decision counts; so nothing is compiled anew for other settings, nor for
-    sequences that change their kind. Tokens and confidences stand at decoded positions of those sequences alone whose
-    kind edits, see `where`. With one kind it is that kind, operation for operation.
+    sequences that change their kind. Tokens and confidences stand at decoded positions only of sequences whose kind
+    edits, see `where`. With one kind it is that kind, operation for operation.
 
     Attributes:
-        kinds: at least one, no two alike; of each, what its requests set for themselves does not matter.
+        kinds: at least one, no two alike; the values of per-request settings do not matter.
 
     Raises:
         InputError: no kind, two that are equal, or statistics of one name that differ.
@@ -104,7 +104,7 @@ class Mixture:
 
     @classmethod
     def of(cls, policies: Sequence[Policy]) -> Mixture:
-        """The mixture of their kinds, in the order in which they come first."""
+        """Mixture of the policies' kinds, in the order of their first occurrence."""
         kinds = tuple(map(kind_of, policies))
         return cls(tuple(kind for number, kind in enumerate(kinds) if _place(kind, kinds) == number))
 
@@ -115,13 +115,13 @@ class Mixture:
 
     @property
     def needs(self) -> frozenset[str | Statistic]:
-        """What any kind needs; a statistic that one asks for by name and another by itself is there once."""
+        """Needs of all kinds together; a statistic that is asked for by name and as an object is there once."""
         found = {need for kind in self.kinds for need in getattr(kind, "needs", ())}
         return frozenset(BY_NAME.get(need, need) if isinstance(need, str) else need for need in found)
 
     @property
     def carries(self) -> tuple[Carried, ...]:
-        """What the kinds carry, named "{index of the kind}.{name}"."""
+        """Carried tensors of all kinds, named "{index of the kind}.{name}"."""
         return tuple(
             replace(each, name=_name(index, each.name))
             for index, kind in enumerate(self.kinds)
@@ -129,11 +129,11 @@ class Mixture:
         )
 
     def each(self, attribute: Attribute) -> tuple[bool, ...]:
-        """Of which kinds it is true."""
+        """Value of the attribute for each kind."""
         return tuple(bool(getattr(kind, attribute, False)) for kind in self.kinds)
 
     def where(self, attribute: Attribute, kind: Tensor) -> Tensor:
-        """bool[b]: of which sequences it is true; kind i64[b] as in `Candidates`."""
+        """bool[b]: value of the attribute for each sequence; kind i64[b] as in `Candidates`."""
         each = self.each(attribute)
         if len(set(each)) == 1:
             return torch.full_like(kind, each[0], dtype=torch.bool)
@@ -145,51 +145,51 @@ class Mixture:
 
     @property
     def may_wait(self) -> bool:
-        """Whether any kind may wait."""
+        """True if any kind may wait."""
         return any(self.each("may_wait"))
 
     @property
     def edits(self) -> bool:
-        """Whether any kind edits."""
+        """True if any kind edits."""
         return any(self.each("edits"))
 
     @property
     def remasks(self) -> bool:
-        """Whether any kind remasks."""
+        """True if any kind remasks."""
         return any(self.each("remasks"))
 
     @property
     def moves(self) -> bool:
-        """Whether any kind moves tokens."""
+        """True if any kind moves tokens."""
         return any(self.each("moves"))
 
     @property
     def overrules(self) -> bool:
-        """Whether any kind overrules."""
+        """True if any kind overrules."""
         return any(self.each("overrules"))
 
     @property
     def foresees(self) -> bool:
-        """Whether any kind foresees."""
+        """True if any kind foresees."""
         return any(self.each("foresees"))
 
     @property
     def autoregressive(self) -> bool:
-        """Whether any kind decodes what causal rows predict."""
+        """True if any kind commits the predictions of causal rows."""
         return any(self.each("autoregressive"))
 
     @property
     def drafts(self) -> bool:
-        """Whether any kind drafts."""
+        """True if any kind drafts."""
         return any(self.each("drafts"))
 
     @property
     def renoises(self) -> bool:
-        """Whether any kind draws again; then all do, since a model has one kind of canvas."""
+        """True if any kind draws again; then all do, since a model has one kind of canvas."""
         return any(self.each("renoises"))
 
     def keep(self, candidates: Candidates) -> Tensor:
-        """See `DecodeRule.keep`: nothing, where a kind does not draw again."""
+        """See `DecodeRule.keep`; all False for kinds that do not draw again."""
 
         def none(own: Candidates) -> Tensor:
             return torch.zeros_like(own.masked)
@@ -197,7 +197,7 @@ class Mixture:
         return self._each(candidates, lambda rule, own: rule.keep(own) if renoises(rule) else none(own), none)
 
     def heat(self, step: Tensor, kind: Tensor | None = None, settings: Mapping[str, Tensor] | None = None) -> Tensor:
-        """See `DecodeRule.heat`: 0, where a kind does not draw again. kind, settings: see `Candidates`."""
+        """See `DecodeRule.heat`; 0 for kinds that do not draw again. kind, settings: see `Candidates`."""
         none = partial(torch.zeros_like, step, dtype=torch.float32)
         found = [
             _asked(index, partial(rule.heat, step), none) if renoises(rule) else none()
@@ -209,12 +209,12 @@ class Mixture:
         """See `Policy.choose`.
 
         Raises:
-            InputError: what a rule chooses is no bool[b, B].
+            InputError: a rule returns something else than bool[b, B].
         """
         return self._each(candidates, _chosen, lambda own: torch.zeros_like(own.masked))
 
     def settled(self, candidates: Candidates, chosen: Tensor) -> Tensor:
-        """See `DecodeRule.settled`: that no mask is left, where a kind does not edit."""
+        """See `DecodeRule.settled`; for kinds that do not edit, True if no mask is left."""
 
         def complete(own: Candidates) -> Tensor:
             return DecodeRule().settled(own, chosen)
@@ -224,7 +224,7 @@ class Mixture:
         )
 
     def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
-        """See `DecodeRule.remask`: nothing, where a kind does not remask."""
+        """See `DecodeRule.remask`; all False for kinds that do not remask."""
 
         def none(own: Candidates) -> Tensor:
             return torch.zeros_like(chosen)
@@ -232,7 +232,7 @@ class Mixture:
         return self._each(candidates, lambda rule, own: rule.remask(own, chosen) if remasks(rule) else none(own), none)
 
     def move(self, candidates: Candidates, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """See `DecodeRule.move`: everything stays where it is, where a kind does not move."""
+        """See `DecodeRule.move`; for kinds that do not move, every token stays in its column."""
         column = torch.arange(chosen.shape[1], device=chosen.device).expand_as(candidates.token)
         found = [
             _asked(index, partial(rule.move, own, chosen), lambda: (candidates.token, column))
@@ -244,7 +244,7 @@ class Mixture:
         return token, source
 
     def carry(self, candidates: Candidates, chosen: Tensor) -> Mapping[str, Tensor]:
-        """See `DecodeRule.carry`: what is not carried by a sequence's own kind stays as it is."""
+        """See `DecodeRule.carry`; tensors of other kinds than a sequence's own keep their values."""
         found = {}
         for index, (rule, own) in enumerate(self._own(candidates)):
             becomes: Mapping[str, Tensor] = own.carried
@@ -266,7 +266,7 @@ class Mixture:
         kind: Tensor | None = None,
         settings: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """See `DecodeRule.foresee`: nothing, where a kind does not foresee. kind, settings: see `Candidates`."""
+        """See `DecodeRule.foresee`; -1 for kinds that do not foresee. kind, settings: see `Candidates`."""
 
         def nothing() -> Tensor:
             return torch.full_like(step, -1)[:, None]
@@ -284,7 +284,7 @@ class Mixture:
         ask: Callable[[Any, Candidates], Tensor],
         otherwise: Callable[[Candidates], Tensor],
     ) -> Tensor:
-        """What each sequence's own kind answers. otherwise: in place of what a kind says that is not asked."""
+        """Answer of each sequence's own kind. otherwise: the answer in place of a kind that is not asked."""
         found = [
             _asked(index, partial(ask, rule, own), partial(otherwise, own))
             for index, (rule, own) in enumerate(self._own(candidates))
@@ -292,7 +292,11 @@ class Mixture:
         return _by_kind(found, candidates.kind)
 
     def _rules(self, kind: Tensor | None, settings: Mapping[str, Tensor]) -> list[Any]:
-        """The kinds with every sequence's settings."""
+        """The kinds with the settings of every sequence.
+
+        Raises:
+            InputError: kind is missing though there are several kinds, or a setting is missing.
+        """
         if kind is None and len(self.kinds) > 1:
             raise InputError(
                 f"Mixture: candidates of {len(self.kinds)} kinds of rule say each sequence's kind, got none."
@@ -308,7 +312,7 @@ class Mixture:
         ]
 
     def _own(self, candidates: Candidates) -> list[tuple[Any, Candidates]]:
-        """Each kind with every sequence's settings, and the candidates with what the kind itself carries."""
+        """Each kind with the settings of every sequence, and the candidates with the tensors that the kind carries."""
         found = []
         for index, rule in enumerate(self._rules(candidates.kind, candidates.settings)):
             carried = {each.name: candidates.carried[_name(index, each.name)] for each in carries_of(rule)}
@@ -317,7 +321,7 @@ class Mixture:
 
 
 def per_sequence(attribute: Attribute, policy: Policy, kind: Tensor) -> Tensor | bool:
-    """Whether the policy of each sequence has an attribute of `DecodeRule`: bool[b], or one bool for all of them."""
+    """Value of a boolean attribute of `DecodeRule` for the policy of each sequence: bool[b], or one bool for all."""
     if not isinstance(policy, Mixture):
         return bool(getattr(policy, attribute, False))
     found = set(policy.each(attribute))
@@ -325,7 +329,7 @@ def per_sequence(attribute: Attribute, policy: Policy, kind: Tensor) -> Tensor |
 
 
 def sub_blocks(policy: Policy, kind: Tensor) -> Tensor | None:
-    """i64[b]: of each sequence `DecodeRule.sub_block`, 0 for none; None: no sequence has one. kind i64[b]."""
+    """i64[b]: `DecodeRule.sub_block` of each sequence, 0 without one; None if no kind has one. kind i64[b]."""
     kinds = policy.kinds if isinstance(policy, Mixture) else (policy,)
     sizes = [getattr(each, "sub_block", None) or 0 for each in kinds]
     if not any(sizes):
@@ -337,8 +341,9 @@ def sub_blocks(policy: Policy, kind: Tensor) -> Tensor | None:
 
 
 def settings_spec(kinds: Sequence[Policy]) -> dict[str, torch.dtype]:
-    """What a batch of these kinds holds for each sequence, by the name in `Candidates.settings`: a tensor [b] of that
-    dtype. Where a sequence is of another kind, it may hold anything.
+    """Dtypes of the per-sequence settings of a batch of these kinds, by the name in `Candidates.settings`.
+
+    Each is a tensor [b]; entries of sequences of another kind are arbitrary.
     """
     return {
         _name(index, name): torch.float64 if isinstance(value, float) else torch.int64
@@ -348,9 +353,10 @@ def settings_spec(kinds: Sequence[Policy]) -> dict[str, torch.dtype]:
 
 
 def row_of(mixture: Mixture, policy: Policy) -> tuple[int, dict[str, float | int]]:
-    """A request's kind, and the settings that it writes into its row of what `settings_spec` says.
+    """Index of a request's kind, and its settings by the names of `settings_spec`.
 
-    Raises `InputError` where the mixture has no such kind.
+    Raises:
+        InputError: the mixture has no such kind.
     """
     index = _place(kind_of(policy), mixture.kinds)
     if index == len(mixture.kinds):
@@ -362,7 +368,7 @@ def row_of(mixture: Mixture, policy: Policy) -> tuple[int, dict[str, float | int
 
 
 def _asked(index: int, ask: Callable[[], T], otherwise: Callable[[], T]) -> T:
-    """What the kind at a place of a mixture says, or something else, where it is refused."""
+    """Answer of the kind at an index of a mixture; `otherwise()` if the kind has raised, see `refusing`."""
     refusals = _REFUSALS.get()
     if refusals is None:
         return ask()
@@ -377,7 +383,7 @@ def _asked(index: int, ask: Callable[[], T], otherwise: Callable[[], T]) -> T:
 
 
 def _place(kind: Policy, kinds: Sequence[Policy]) -> int:
-    """Where a kind stands among others; their number if it does not."""
+    """Index of a kind among others; their number if it is not among them."""
     keys = [policy_key(one) for one in kinds]
     return keys.index(policy_key(kind)) if policy_key(kind) in keys else len(keys)
 
@@ -392,7 +398,11 @@ def _over(flags: Tensor, like: Tensor) -> Tensor:
 
 
 def _chosen(rule: Policy, candidates: Candidates) -> Tensor:
-    """bool[b, B]: what a rule chooses. Raises `InputError` if it is something else."""
+    """bool[b, B]: positions that a rule chooses.
+
+    Raises:
+        InputError: it returns something else.
+    """
     found: object = rule.choose(candidates)
     if isinstance(found, Tensor) and found.dtype is torch.bool and found.shape == candidates.masked.shape:
         return found
@@ -404,7 +414,7 @@ def _chosen(rule: Policy, candidates: Candidates) -> Tensor:
 
 
 def _by_kind(values: Sequence[Tensor], kind: Tensor | None) -> Tensor:
-    """What stands for each sequence in the value [b, ...] of its own kind."""
+    """[b, ...]: each sequence's entry from the value [b, ...] of its own kind."""
     found = values[0]
     for index, value in enumerate(values[1:], 1):
         assert kind is not None

@@ -15,17 +15,19 @@ from dgraph.runtime.policies.base import Candidates, Carried, DecodeRule, rank, 
 
 @dataclass(frozen=True)
 class Renoise(DecodeRule):
-    """Keep draws of least entropy, put random tokens elsewhere, and end when what is most likely is stable and sure.
+    """Keep draws of least entropy, put random tokens elsewhere, and end when the most likely tokens are stable and
+    sure.
 
-    Step i of a canvas, from 0, draws each position from the model's distribution at the temperature
-    t_min + (t_max - t_min) (steps - i) / steps. With entropies H_(1) <= H_(2) <= ... of these distributions, in nats,
-    the draws of the first k positions are kept for the next step, k as many as H_(1) + ... + H_(k-1) <= bound: at least
-    one (Ben-Hamu et al., arXiv 2505.24857, bounds what these may know of each other). All others get new random
-    tokens, whatever they held. Ties go to the lower position; sums are in float64.
+    Step i of a canvas, from 0, draws each position from the model's distribution at a temperature t_i.
+    t_i = t_min + (t_max - t_min) (steps - i) / steps. H_(1) <= H_(2) <= ... are the entropies of these distributions,
+    in nats. The draws of the first k positions are kept for the next step, k the largest number with
+    H_(1) + ... + H_(k-1) <= bound; at least one. The bound limits the mutual information of these positions (Ben-Hamu
+    et al., arXiv 2505.24857). All others get new random tokens, whatever they held. Ties go to the lower position; sums
+    are in float64.
 
-    The canvas is done when the most likely token of every position is what it was in each of the `stability` steps
-    before and the mean of H is below `confidence`, or after `steps` steps. What is committed then, all at once, are the
-    most likely tokens of that step.
+    The canvas is done if every position has kept its most likely token for `stability` steps and the mean of H is below
+    `confidence`. It is also done after `steps` steps. The most likely tokens of that step are then committed, all at
+    once.
 
     For models of noise="uniform" (DiffusionGemma).
     """
@@ -88,6 +90,6 @@ class Renoise(DecodeRule):
 
     @staticmethod
     def _same(candidates: Candidates) -> Tensor:
-        """i64[b]: for how many steps the most likely tokens have been what they are."""
+        """i64[b]: steps for which the most likely tokens have not changed."""
         same = (candidates.token == candidates.carried["best"]).all(dim=1)
         return torch.where(same, candidates.carried["same"] + 1, 0)

@@ -15,12 +15,12 @@ from dgraph.runtime.policies.thresholds import THRESHOLD
 
 @dataclass(frozen=True)
 class Hierarchical(DecodeRule):
-    """Commit what is above the threshold, the best of each stretch of masks if it is above a lower one, and the best
-    of all (dInfer HierarchyDecoder).
+    """Commit masks above the threshold, the best of each stretch above a lower threshold, and the best of all (dInfer
+    HierarchyDecoder).
 
-    A stretch is a maximal run of masked positions of the block; of it, the most confident position is committed if
-    c > low_threshold. Added to that: every c > threshold, and the most confident of the block. Decoding inside each
-    stretch halves it, so that few steps leave short ones.
+    A stretch is a maximal run of masked positions of the block. Its most confident position is committed if
+    c > low_threshold. Added to that: every c > threshold, and the most confident of the block. A commit inside a
+    stretch splits it, so that few steps leave short ones.
 
     fast_v2: where even the most confident of the block is below low_threshold, it alone is committed (dInfer
     fast_v2). With low_threshold <= threshold that is the same rule.
@@ -50,18 +50,18 @@ class Hierarchical(DecodeRule):
 
 @dataclass(frozen=True)
 class HierarchicalRemask(DecodeRule):
-    """The hierarchical rule with second thoughts: decoded tokens that have become doubtful are masked again (dInfer
+    """Decode by the hierarchical rule, and mask decoded tokens again that have become doubtful (dInfer
     HierarchyDecoder, remasking variant).
 
-    A decoded position that is not of the prompt is in doubt if the step predicts a token there, the present one or
-    another, with c < remask_threshold. Masks and positions in doubt are decided alike: stretches are runs of both, of
-    each stretch the best is committed if c > low_threshold, and so is every c > threshold. If these are fewer than
-    r + 1, where r positions are in doubt, the most confident of the others make up for it. What is in doubt and not
-    committed becomes a mask.
+    A decoded position that is not of the prompt is in doubt if the step predicts a token there with
+    c < remask_threshold. That token may be the present one or another. Masks and positions in doubt are decided alike:
+    stretches are runs of both. The best of each stretch is committed if c > low_threshold, and so is every
+    c > threshold. If these are fewer than r + 1, where r positions are in doubt, the most confident of the others make
+    up for it. Positions in doubt that are not committed become masks.
 
-    So of m masks and r positions in doubt at most m - 1 are masks after the step, and a block takes at most as many
-    steps as it has positions. It ends with its last mask, before which a stop token ends nothing. As for every rule
-    that edits, the block cache must be "off".
+    So m masks and r positions in doubt leave at most m - 1 masks after the step. A block takes at most as many steps as
+    it has positions. It ends with its last mask, before which a stop token ends nothing. As for every rule that edits,
+    the block cache must be "off".
     """
 
     threshold: float = THRESHOLD
@@ -110,13 +110,14 @@ class HierarchicalRemask(DecodeRule):
 class SubBlocks(DecodeRule):
     """Decode a block part by part, each by a threshold (Fast-dLLM v2).
 
-    A part is `size` positions of the block, the last one perhaps fewer; the first that has a mask is decoded: every
-    c > threshold in it, at least its most confident position (ties: lower position).
+    The rule is that of arXiv 2509.26328. A part is `size` positions of the block, the last one perhaps fewer. The first
+    part that has a mask is decoded: every c > threshold in it, at least its most confident position (ties: lower
+    position).
 
-    cached: a step forwards the block while the first position of that part is a mask, and then the part alone, whose
-    rows see the other parts' keys as the last such step cached them (the publication's dual cache). These are keys of
-    masks where tokens were decoded since, so another token may follow. For models that predict the next token where
-    they encode a block, under recipes that evict no row and skip none.
+    cached: a step forwards the block while the first position of that part is a mask, and the part alone after that.
+    The rows of the part then see the other parts' keys as the last step over the block cached them (the publication's
+    dual cache). These are keys of masks where tokens were decoded since, so another token may follow. For models that
+    predict the next token where they encode a block, under recipes that evict no row and skip none.
     """
 
     threshold: float = THRESHOLD
@@ -147,7 +148,7 @@ class SubBlocks(DecodeRule):
 
 
 def best_of_stretches(score: Tensor, flags: Tensor) -> Tensor:
-    """bool[b, B]: the largest score of each maximal run of flags (ties: lower position), where it is above -inf."""
+    """bool[b, B]: the largest score of each maximal run of flags (ties: lower position), unless it is -inf."""
     b, block = flags.shape
     begins = flags & ~torch.cat([torch.zeros_like(flags[:, :1]), flags[:, :-1]], dim=1)
     stretch = torch.where(flags, begins.cumsum(dim=1), 0)  # 0: no stretch

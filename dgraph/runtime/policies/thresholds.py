@@ -1,4 +1,4 @@
-"""Rules that commit whatever is confident enough, and differ in what they do when too little is."""
+"""Rules that commit tokens above a threshold; they differ in their fallback if too few are above it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ def above(confidence: Tensor, threshold: float | Tensor, inclusive: bool) -> Ten
 
 @dataclass(frozen=True)
 class ConfidenceThreshold(DecodeRule):
-    """Commit what is more confident than `threshold`, at least the single most confident (ties: lower
+    """Commit tokens that are more confident than `threshold`, at least the single most confident (ties: lower
     position).
 
-    {i : c_i > threshold} (SDAR, SGLang LowConfidence), or c_i >= threshold if `inclusive` (Fast-dLLM); plus the
-    arg max of c. The comparison is in fp32, so the strict rule with threshold 1.0 commits one token per step.
+    {i : c_i > threshold} (SDAR, arXiv 2510.06303; SGLang LowConfidence), or c_i >= threshold if `inclusive` (Fast-dLLM,
+    arXiv 2505.22618); plus the arg max of c. The comparison is in fp32, so the strict rule with threshold 1.0 commits
+    one token per step.
     """
 
     threshold: float
@@ -49,12 +50,12 @@ class ConfidenceThreshold(DecodeRule):
 
 @dataclass(frozen=True)
 class DynamicThreshold(DecodeRule):
-    """Commit what is above the threshold, or n_s tokens if that is fewer than n_s.
+    """Commit tokens above the threshold, or n_s tokens if fewer than n_s are above it.
 
-    H = {i : c_i > threshold}; H if |H| >= n_s, else by `fallback`: "top" (SDAR low_confidence_dynamic, LLaDA2.0):
-    the n_s most confident, which H is part of; "leftmost" (JetEngine's batched path): the n_s leftmost masks, and
-    what is in H beside them is not committed. n_s is that of `FixedSteps` over the block length in `steps` steps;
-    None: one per position, so that n_s = 1.
+    H = {i : c_i > threshold}, or c_i >= threshold if `inclusive`. It is committed if |H| >= n_s, else by `fallback`:
+    "top" (SDAR low_confidence_dynamic, arXiv 2510.06303; LLaDA2.0, arXiv 2512.15745): the n_s most confident, which H
+    is part of. "leftmost" (JetEngine's batched path): the n_s leftmost masks; the rest of H is not committed. n_s is
+    that of `FixedSteps` over the block length in `steps` steps; None: one step per position, so that n_s = 1.
 
     JetEngine closes a block after `steps` steps even if masks remain; here it never does.
     """
@@ -89,7 +90,7 @@ class DynamicThreshold(DecodeRule):
 
 @dataclass(frozen=True)
 class RelativeThreshold(DecodeRule):
-    """Commit what is above the threshold, or as good as the best (dInfer's threshold decoder).
+    """Commit tokens at or above the threshold, or within `tolerance` of the best (dInfer's threshold decoder).
 
     c_i >= min(threshold, max_j c_j - tolerance). Where nothing passes the threshold, every position within
     `tolerance` of the most confident is committed: with near-uniform probabilities that is the whole block.
