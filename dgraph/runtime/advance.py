@@ -1,12 +1,14 @@
-"""What happens between two forwards: commit and state transition, then packing the next rows.
+"""Work between two forwards: commit and state transition, then packing the next rows.
 
 Each of the two is a function over tensors that stay where they are. The first ends with the report, which the host
-reads while the device packs: it knows then how many rows there will be, and launches the step before they are there. On
-a GPU the two are two hundred launches of a microsecond each, which the host takes longer to issue than the device to
-run; so they are captured once as one CUDA graph and replayed. Compiled, they are about twenty launches: the graph has
-those where somebody compiled them before (a warm-up in this process, or an earlier process that shares the artifact
-cache). Otherwise they are captured op by op at first, since no generation should wait seconds for a compiler in its
-third step, and compiled once they have run often (`TraceCompiler.often`).
+reads while the device packs. The report gives the number of rows of the next step, so the host launches that step
+before its rows are packed.
+
+On a GPU the two functions are two hundred launches of a microsecond each. The host takes longer to issue them than the
+device to run them, so they are captured once as one CUDA graph and replayed. Compiled, they are about twenty launches.
+The graph holds the compiled functions if they exist, from a warm-up in this process or in an earlier one that shares
+the artifact cache. Otherwise they are captured op by op at first, since no generation should wait seconds for a
+compiler in its third step. They are compiled once they have run often (`TraceCompiler.often`).
 """
 
 from __future__ import annotations
@@ -48,20 +50,20 @@ FILLERS = {
 
 
 TWIN = "unconditional "
-"""Goes before the name of a state where it is that of a sequence without its prompt (guidance)."""
+"""Prefix of the name of a state that belongs to a sequence without its prompt (guidance)."""
 NEEDED = ("seed",)
-"""What the loop itself reads of its inputs, to draw from logits."""
+"""Inputs that the loop itself reads, to draw from logits."""
 
 LEFT_ALONE = ("stop_ids", "place")
-"""Tensors of a state that a request says nothing of."""
+"""Tensors of a state that no request sets."""
 
 Assignment = tuple[Tensor, Tensor]
-"""A tensor that stays where it is, and what it becomes."""
+"""A tensor that stays where it is, and its new value."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a step led to, for an observer: results per row, and the committed columns bool[b, B + 1]."""
+    """Outcome of a step, for an observer: results per row, and the committed columns bool[b, B + 1]."""
 
     results: RowResults
     committed: Tensor
@@ -72,9 +74,9 @@ class Half:
     """One of the two functions between forwards.
 
     Attributes:
-        name: what messages call it.
-        updates: what tensors become by it, given what they are; nothing is written.
-        reads_results: whether it reads what a step gave, and writes the report.
+        name: its name in messages.
+        updates: computes the new values of tensors; nothing is written.
+        reads_results: True if it reads the results of a step, and writes the report.
     """
 
     name: str
@@ -85,8 +87,9 @@ class Half:
 class Advance:
     """State, rows and program inputs of b slots, and the transition from step to step.
 
-    A step goes: the program runs on `inputs`; `take` what it gives; write slots anew (`admit`, `retire`, `order`);
-    `move` on, which applies the step to the sequences that took part in it, reports, and packs the rows of the next.
+    The order of a step: the program runs on `inputs`; `take` keeps its outputs; slots are written anew (`admit`,
+    `retire`, `order`); `move` applies the step to the sequences that took part in it, reports, and packs the rows of
+    the next step.
 
     Args:
         rule: how to decode.
@@ -99,7 +102,7 @@ class Advance:
         state: as the next step finds it.
         rows: of the next step, padded to `capacity`.
         inputs: of the step programs, by name, computed and carried; row inputs are padded to `capacity`.
-        report: i64[b, ...], see `DecodeState.report`; what the host reads before a step, of the last `move` or `pack`.
+        report: i64[b, ...], see `DecodeState.report`; the host reads it before a step. `move` and `pack` write it.
     """
 
     def __init__(
@@ -129,11 +132,12 @@ class Advance:
         self._steps = 0
 
     def admit(self, slots: Sequence[int], state: DecodeState) -> None:
-        """Write the sequences of another state, as they are before their first step, into slots that nobody uses; no
-        other slot changes. They are packed by the next `move` or `pack`. state: on the host.
+        """Write the sequences of another state, as they are before their first step, into free slots.
+
+        No other slot changes. They are packed by the next `move` or `pack`. state: on the host.
         """
         state.carry(self.rule.policy)
-        state.granted = torch.zeros_like(state.granted)  # whoever was here before may be part of the step that runs
+        state.granted = torch.zeros_like(state.granted)  # the slot's last request may be part of the step that runs
         mine, theirs = ({n: one for n, one in _named(s) if n not in LEFT_ALONE} for s in (self.state, state))
         at, *values = upload(self.state.start.device, torch.tensor(slots), *theirs.values())
         for name, value in zip(theirs, values, strict=True):
@@ -143,8 +147,9 @@ class Advance:
         self._write_fixed()
 
     def adopt(self, other: Advance) -> None:
-        """Take over the sequences of another transition of the same shape, whose policies are the first of this one's;
-        to be packed.
+        """Take over the sequences of another transition of the same shape; they are packed later.
+
+        Its policies must be the first ones of this transition's policies.
         """
         mine, theirs = dict(_named(self.state)), dict(_named(other.state))
         for name in mine.keys() & theirs.keys():
@@ -154,7 +159,7 @@ class Advance:
         self._write_fixed()
 
     def retire(self, slots: Sequence[int]) -> None:
-        """Let the sequences of these slots take no part in anything."""
+        """Deactivate the sequences of these slots."""
         (at,) = upload(self.state.start.device, torch.tensor(slots))
         self.state.active.index_fill_(0, at, False)
 
@@ -166,13 +171,13 @@ class Advance:
         self.state.place.copy_(places)
 
     def mix(self, slots: Sequence[int], rows: Sequence[int]) -> None:
-        """Let the first steps of these slots encode so many rows of their prompts, where the session `mixes`."""
+        """Let the first steps of these slots encode `rows` rows of their prompts, in a session that `mixes`."""
         assert isinstance(self.state, MixingState)
         at, values = upload(self.state.start.device, torch.tensor(slots), torch.tensor(rows))
         self.state.mixed.index_copy_(0, at, values)
 
     def pack(self) -> None:
-        """Report, and pack the rows of the next step, where no step has run since slots were written."""
+        """Report, and pack the rows of the next step, if no step has run since slots were written."""
         state = copy.copy(self.state)
         state.grant()
         _write(_distinct([*_pairs(self.state, state), (self.report.tensor, state.report())]))
@@ -196,14 +201,14 @@ class Advance:
                 self.inputs[name].copy_(choose(took_part, outputs[name], self.inputs[name]))
 
     def late(self, names: Iterable[str], keys: int | None = None) -> dict[str, Tensor]:
-        """Of the named inputs those that the loop computes only before the programs that read them; see `Moment`."""
+        """Compute the named inputs that the loop computes only before the programs that read them; see `Moment`."""
         return computed(names, Moment(self.rows, self.state, self.rule, keys), late=True)
 
     def _initial(self) -> dict[str, Tensor]:
         return initial_states(self.carried.values(), len(self.state.start), self.state.start.device)
 
     def move(self, observed: bool = False) -> Decision | None:
-        """Go on to the next step with what the last one gave (see `take`).
+        """Apply the results of the last step (see `take`), and pack the next.
 
         observed: run op by op and return the decision.
         """
@@ -231,8 +236,10 @@ class Advance:
             self._pool.let_go(self._graph[1])
 
     def ask_again(self, refusals: Refusals) -> None:
-        """Ask policies again that were refused. What was captured without them serves nobody: it goes, and the next
-        step runs op by op, as the first one does.
+        """Ask refused policies again.
+
+        The transition that was captured without them is dropped, and the next step runs op by op, as the first one
+        does.
         """
         if refusals.errors:
             refusals.errors.clear()
@@ -247,7 +254,7 @@ class Advance:
             self._compiled(half, ahead=True)
 
     def take(self, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the results of a step: token and confidence; draw if it gives one, kept if it evicts, and its states."""
+        """Keep the outputs of a step: token and confidence; draw if it has one, kept if it evicts, and its states."""
         pairs: list[Assignment] = []
         for name in (*FILLERS, *self.carried):
             if name not in outputs:
@@ -265,7 +272,7 @@ class Advance:
         _write(pairs)
 
     def _next(self) -> tuple[list[Assignment], Decision]:
-        """What a step makes of everything but its rows, and why; nothing is written."""
+        """Updates of everything but the rows by a step, and its decision; nothing is written."""
         rule, given = self.rule, self._given
         measured = {s: given[s.name] for s in GIVEN if s.name in given}
         if "measured" in given:
@@ -280,7 +287,7 @@ class Advance:
         return _distinct([*pairs, (self.report.tensor, after.report())]), Decision(results, committed)
 
     def _carried(self, after: DecodeState) -> dict[str, Tensor]:
-        """The states that passes declared, as the next step is given them."""
+        """States that passes declared, as the next step reads them."""
         found, moved, part = {}, after.start != self.state.start, self.state.granted & self.state.active
         for name, spec in self.carried.items():
             value = self.inputs[name]
@@ -298,7 +305,7 @@ class Advance:
         return policy_noise(self.state.keys.T, self.state.start[:, None] + columns, self.state.counter)
 
     def _packed(self) -> list[Assignment]:
-        """The rows of the next step and what is computed of them; nothing is written."""
+        """Updates of the rows of the next step, and of the inputs computed from them; nothing is written."""
         rows = self._rows_of(self.state)
         inputs = computed(self._names, Moment(rows, self.state, self.rule), late=False, fixed=False)
         return _distinct([*_pairs(self.rows, rows), *((self.inputs[name], value) for name, value in inputs.items())])
@@ -314,7 +321,7 @@ class Advance:
         return lambda: _write(half.updates(self))
 
     def _compiled(self, half: Half, ahead: bool = False) -> Callable[[], object] | None:
-        """A half compiled for this batch's tensors; None if it runs op by op. ahead: compile it if need be."""
+        """A half compiled for this batch's tensors; None if it runs op by op. ahead: compile it if necessary."""
         with noting_none() as refused:
             return None if self._compiler is None or refused else self._from(self._compiler, half, ahead)
 
@@ -336,7 +343,7 @@ class Advance:
         return list({id(tensor): tensor for tensor in everything}.values())
 
     def _traceable(self, half: Half, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
-        """A half as a function of those tensors: which of them it updates, and what they become."""
+        """A half as a function of those tensors, which returns the numbers of those it updates and their new values."""
         numbers = {id(tensor): number for number, tensor in enumerate(held)}
 
         def function(*tensors: Tensor) -> list[tuple[int, Tensor]]:
@@ -417,7 +424,7 @@ def _pairs(target: Any, source: Any) -> list[Assignment]:
 
 
 def _distinct(pairs: Sequence[Assignment]) -> list[Assignment]:
-    """Those of assignments that change something, each tensor once."""
+    """Assignments that change a tensor, each tensor once."""
     held = {id(old) for old, _ in pairs}
     updates = {id(old): (old, new) for old, new in pairs if old is not new}
     # A tensor that moves to another place (a policy may return what it was given) must be read before it changes.

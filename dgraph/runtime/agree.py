@@ -1,4 +1,4 @@
-"""Ranks that do the same: what must be equal on all of them is compared, and what differs first is named."""
+"""Checks that all ranks do the same: they compare values by name, and report the first that differs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def agree(ranks: Group, where: str, facts: Mapping[str, object]) -> None:
 
     Args:
         ranks: the group.
-        where: what the ranks are about to do, or have done ("generate", "step 12").
-        facts: by name, values whose `repr` says all.
+        where: the call or step that is compared, for the message ("generate", "step 12").
+        facts: by name, values that their `repr` describes completely.
 
     Raises:
-        RanksDiffer: on every rank, of the first fact that is not the same.
+        RanksDiffer: on every rank, for the first fact that differs.
     """
     if ranks.world == 1:
         return
@@ -42,12 +42,12 @@ def agree(ranks: Group, where: str, facts: Mapping[str, object]) -> None:
 
 
 def agree_on_step(ranks: Group, step: int, report: Report, rows: Mapping[str, int], padded: Mapping[str, int]) -> None:
-    """Compare what a step came to, where the group asks for that.
+    """Compare the results of a step, if the group asks for checks.
 
     Args:
         ranks: the group.
         step: its number.
-        report: what the host read.
+        report: the report that the host read.
         rows, padded: rows by stage so far, and those with the padding of their buckets.
 
     Raises:

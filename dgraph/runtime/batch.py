@@ -1,10 +1,10 @@
 """Sequences that are decoded together: slots, each with a request of its own, and the steps over all of them.
 
 Between any two steps requests may be admitted to free slots and others retired; no shape changes, and nothing is
-captured or compiled anew. The host reads one small report per step (see `dgraph.runtime.report`), without which it
-would not know how many rows the next step has; where it does, by the row plan or because every step has those of the
-sequences' blocks, it launches the step first. Everything else stays on the device. A program may read more, and so does
-decoding logits (see `dgraph.runtime.decide`).
+captured or compiled anew. The host reads one small report per step (see `dgraph.runtime.report`), which gives the
+number of rows of the next step. The host may know that number from the row plan, or because every step has the rows of
+the sequences' blocks; then it launches the step before it reads the report. Everything else stays on the device. A
+program may read more, and so does decoding logits (see `dgraph.runtime.decide`).
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from dgraph.runtime.upload import upload
 from dgraph.spec import ModelSpec
 
 FEW_STEPS = 4
-"""A batch that may end within so many steps launches none before it has read the report of the last."""
+"""Steps within which a sequence may end: the batch then reads the last report before it launches a step."""
 
 
 class Batch:
-    """Slots, and the steps over them. Whoever drives it calls, in turn: `retire`, `admit`, `mix` or `prefill`, and
-    `turn`.
+    """Slots, and the steps over them. The caller calls, in turn: `retire`, `admit`, `mix` or `prefill`, and `turn`.
 
     Args:
         spec: the model.
         rule: how to decode.
-        programs: what runs.
-        shape: how large it is.
-        advance: gives the transition for a rule and a state before its first step.
-        kv, packed: where keys are, and which are kept packed; `plan`, which rows a step of a bidirectional model
-            forwards, or which steps of a block-causal one are full.
+        programs: programs of the batch.
+        shape: its sizes.
+        advance: makes the transition for a rule and a state before its first step.
+        kv, packed: caches of all keys, and of those that are kept packed.
+        plan: rows that a step of a bidirectional model forwards, or which steps of a block-causal one are full.
         by_block: pages are allocated as a sequence grows, not for its whole life.
-        sized: programs are recorded as CUDA graphs, so that few numbers of rows of keys may be met.
-        foresee: launch a step before the report of the last one is read, where the host knows how many rows it has at
-            most. A sequence that ends, or goes wrong, is then noticed one step later.
-        stats: counts what runs; observer: gets every step, at the price of copies to the host.
+        sized: programs are recorded as CUDA graphs, so the number of rows of keys is rounded up to few sizes.
+        foresee: launch a step before the report of the last one is read, if the host knows how many rows it has at
+            most. The end of a sequence, or an error in it, is then noticed one step later.
+        stats: counters of steps, rows and times.
+        observer: called with every step, at the price of copies to the host.
 
     Attributes:
         running: the request in each slot that has one.
@@ -118,7 +118,7 @@ class Batch:
 
     @property
     def free(self) -> list[int]:
-        """Slots that no request has."""
+        """Slots without a request."""
         return [slot for slot in range(self.shape.slots) if slot not in self.running]
 
     @property
@@ -148,7 +148,7 @@ class Batch:
             start = prompt if self.causal else len(request.ids)
             self.running[slot] = Running(request, mine, prompt, shares, start=start, began=request.steps)
         self._tables.changed(slots)
-        if self.packed is not None:  # after that: memory may run out, and who runs is retired then
+        if self.packed is not None:  # after `running` is set: if memory runs out, running requests are retired
             lengths = [(len(r.ids), r.decoding.max_new_tokens) for r in requests]
             self.packed.open(slots, [self.packed.plan.candidates(*each) for each in lengths])
         self.advance.admit(slots, self._begin(requests, torch.device("cpu")))
@@ -156,9 +156,7 @@ class Batch:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])
 
     def retire(self, slots: Sequence[int], clear: bool = False) -> None:
-        """Take requests out of their slots, finished or not; their pages come back. clear: their numbers went wrong, so
-        what they wrote must not be found by whoever gets these pages.
-        """
+        """Take requests out of their slots, finished or not, and free their pages. clear: reset wrong numbers first."""
         if not slots:
             return
         self.advance.retire(slots)
@@ -175,7 +173,7 @@ class Batch:
                 self.packed.close(slot)
 
     def extend(self, slot: int, tokens: int) -> None:
-        """Give a slot pages for so many positions in all, at most those of its whole life.
+        """Give a slot pages for `tokens` positions in all, at most those of its whole life.
 
         Raises:
             PoolFull: the pages that are free do not suffice.
@@ -194,7 +192,7 @@ class Batch:
         self.advance.order(places)
 
     def decode_as(self, rule: Rule, programs: Programs) -> None:
-        """Go on with a rule that serves other requests beside those that run, whose policies keep their places."""
+        """Change to a rule that also serves other requests; the policies of running requests keep their indices."""
         if self._flying is not None:
             with refusing(self._refusals if self.lenient else None):
                 self._move(self._flying)
@@ -207,7 +205,7 @@ class Batch:
         self.advance.adopt(before)
 
     def clear(self) -> None:
-        """Retire everything, whatever has happened."""
+        """Retire all requests, also after an error."""
         self._flying = None
         self.retire(list(self.running))
         self.advance.ask_again(self._refusals)
@@ -216,8 +214,9 @@ class Batch:
 
     @torch.no_grad()
     def prefill(self, most: int, slots: Sequence[int] | None = None) -> int:
-        """Run the next part of the prompts of these slots in their order, default all that are prefilling: at most so
-        many rows, whole blocks. Returns how many rows it was.
+        """Prefill the next part of the prompts of these slots (default: all), in their order; return the row count.
+
+        most: rows at most, in whole blocks; at least one block.
         """
         program, block = self.programs.prefill, self.shape.block
         slots = self.prefilling if slots is None else slots
@@ -248,8 +247,9 @@ class Batch:
         return count
 
     def mix(self, slots: Sequence[int]) -> bool:
-        """Let the first steps of these slots encode what is left of their prompts, if steps have room for it beside
-        what other first steps are to encode; whether they have.
+        """Let the first steps of these slots encode the rest of their prompts; False if that exceeds `Shape.mixed`.
+
+        First steps of other slots that encode prompts count too.
         """
         rows = [self.running[slot].left for slot in slots]
         if sum(rows) + sum(one.left for one in self.running.values() if one.mixed) > self.shape.mixed:
@@ -261,7 +261,7 @@ class Batch:
 
     @torch.no_grad()
     def turn(self) -> Report:
-        """Finish the step that runs, if one does, and launch the next; the report is of the former.
+        """Finish the running step, if there is one, and launch the next; return the report of the former.
 
         Slots that were written since the last turn are part of the next step.
         """
@@ -282,7 +282,7 @@ class Batch:
             found = self._last = Report(self.advance.report.read().copy())
             self._hear(found)
             return found
-        # From when the report is there the device waits: what can be done before is done now, and the rest after.
+        # The device waits once the report is there, so the inputs of the step are bound before it is read.
         bound = self._bound([]) if self.programs.select is None else None
         numbers = self.advance.report.read()
         self._flying, rows, result = None, all_rows(numbers), None
@@ -313,25 +313,24 @@ class Batch:
 
     @property
     def failed(self) -> dict[int, Exception]:
-        """What went wrong in the sampler of each slot in the step that the last turn launched, or in its policy, where
-        the batch is lenient.
-        """
+        """Exceptions of a lenient batch by slot, from its sampler in the last launched step or from its policy."""
         errors = {slot: self.refused(one.request.decoding.rule) for slot, one in self.running.items()}
         return self._decide.failed | {slot: error for slot, error in errors.items() if error is not None}
 
     def refused(self, policy: Policy) -> Exception | None:
-        """What a policy of this kind raised, which this batch therefore asks no more."""
+        """Exception of a policy's kind, which this batch no longer asks; None if it has not raised."""
         errors = self._refusals.errors
         return errors.get(row_of(self.rule.policy, policy)[0]) if errors else None
 
     @property
     def busy(self) -> bool:
-        """Whether a step runs."""
+        """True if a step is running."""
         return self._flying is not None
 
     def _bound(self, whole: Sequence[int]) -> _Bound:
-        """The program of the step that is packed, all but the number of its rows. whole: slots whose sequences do not
-        reuse what is packed, but see everything, as those that choose do.
+        """Program of the packed step with its inputs, without the number of its rows.
+
+        whole: slots whose sequences do not reuse packed keys, but see everything, such as those that choose keys.
         """
         select = self.programs.select if whole else None
         program = self.programs.step if select is None else select
@@ -339,12 +338,12 @@ class Batch:
         return _Bound(program, inputs, program.bound(inputs))
 
     def _key_rows(self, slots: Sequence[int]) -> int:
-        """At least as many as there are positions that sequences in these slots see."""
+        """Rows of keys for all positions that sequences in these slots see; rounded up to a size if `sized`."""
         seen = sum(self.running[slot].request.end + self.shape.block for slot in slots)
         return key_sizes(seen)[-1] if self._sized else seen
 
     def _launched(self, bound: _Bound, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
-        """Take what the program of a step gives, which is launched: on so many rows at most, of these slots."""
+        """Take the outputs of a launched step on at most `count` rows of these slots."""
         advance, program, inputs, other = self.advance, bound.program, bound.inputs, None
         if self.rule.guided:
             # Outputs last until the next call.
@@ -356,7 +355,7 @@ class Batch:
         for stage in zip(program.stage_names, result.rows, result.padded, result.seconds, strict=True):
             self.stats.count_stage(*stage)
         if "salient" in result.outputs:
-            # Counts stay on the device until somebody asks.
+            # Counts stay on the device until they are read.
             self.stats.count_salient(result.outputs["salient"])
         outputs: Mapping[str, Tensor] = result.outputs
         if not {"token", "confidence"} <= outputs.keys():
@@ -389,8 +388,9 @@ class Batch:
             self._observer(StepRecord.of(flight.number, flight.before, flight.rows, *results))
 
     def _foreseen(self) -> tuple[int, list[int]] | None:
-        """Rows of the next step at most, and which slots see everything in it, where the host knows; None where it must
-        read the report, or should: a step in vain costs more than a wait.
+        """Rows of the next step at most, and the slots that see everything in it, if the host knows them.
+
+        None if the host must read the report, or should: a step in vain costs more than a wait.
         """
         last, slots = self._last, list(self.running)
         if not self._ahead or last is None or self._flying is None or not slots:
@@ -401,7 +401,7 @@ class Batch:
         if not self._ordered.issuperset(slots) or not bool(last.active[slots].all()) or self._ends_soon(last, slots):
             return None
         if self.kv.renews and bool(last.closes[slots].any()):
-            return None  # the host begins a block, so it must hear of it first
+            return None  # the host renews caches when a block begins, so it must read the report first
         if self.programs.select is None:
             return rows, []
         # Of the plans that say their rows, whole steps are those in which a sequence does not reuse.
@@ -419,7 +419,7 @@ class Batch:
         return len(slots) * self.shape.block if begun and self.advance.state.steady(self.rule.policy) else 0
 
     def _ends_soon(self, last: Report, slots: Sequence[int]) -> bool:
-        """Whether one of these may end within a few steps, at the pace at which its tokens came so far."""
+        """True if a sequence may end within `FEW_STEPS` steps, at the pace at which its tokens came so far."""
         free = np.array([self.running[slot].request.free for slot in slots])
         steps, total = last.counter[slots], last.total[slots]
         # Where the tokens of a block are committed all at once, those of the current one have not been counted yet.
@@ -431,13 +431,13 @@ class Batch:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def caches(self) -> dict[str, Tensor]:
-        """What programs read in place, by name, the tables of pages as they are now."""
+        """Tensors that programs read in place, by name: caches, and the page tables as they are now."""
         self._tables.write(self.running)
         packed = {} if self.packed is None else self.packed.tensors()
         return {**self._tables.of(0), **self.kv.tensors(), **packed}
 
     def _settle(self, slots: Sequence[int]) -> None:
-        """Give back the pages that only the prompts of these slots needed, where keys behind a window are let go."""
+        """Give back the pages that only the prompts of these slots needed, if keys behind a window are dropped."""
         if not self.kv.windows or not slots:
             return
         for slot in slots:
@@ -446,7 +446,7 @@ class Batch:
         self._tables.changed(slots)
 
     def _release(self, slots: Sequence[int]) -> None:
-        """Give back the pages that no step after the launched one of these slots reads, where it packs what is kept."""
+        """Give back the pages of these slots that no step after the launched one reads, if it packs the kept keys."""
         if self.packed is None or not self.causal:
             return
         assert self._last is not None
@@ -480,7 +480,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step that was launched. The others than its number are copies for an observer, if there is one."""
+    """A launched step. All fields but its number are copies for an observer, if there is one."""
 
     number: int
     before: DecodeState | None = None
@@ -491,7 +491,7 @@ class _Flight:
 
 @dataclass(frozen=True)
 class _Bound:
-    """A program with its inputs, and what runs it on them; see `Program.bound`."""
+    """A program with its inputs, and the function that runs it on them; see `Program.bound`."""
 
     program: Program
     inputs: dict[str, Tensor]

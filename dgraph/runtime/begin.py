@@ -30,18 +30,18 @@ def begin(
     kv: KVPlan | None,
     device: torch.device,
 ) -> DecodeState:
-    """The state of these requests, of the kind that their model needs; of as many idle slots as there are for none.
+    """Make the state of these requests, of the kind that their model needs; without requests, of idle slots.
 
     Args:
-        requests: what it says of sequences, in their order.
+        requests: one for each sequence, in their order; if empty, all slots of the shape are idle.
         spec: the model.
         mixture: the policies of all requests of the batch.
-        shape: of the batch.
-        plan, kv: which rows steps forward, and which keys stay; see `Batch`.
-        device: where it is made. On the host it takes no launches.
+        shape: shape of the batch.
+        plan, kv: rows that steps forward, and keys that are kept; see `Batch`.
+        device: device of the state. On the host it takes no launches.
 
     Raises:
-        InputError: a policy whose kind the mixture has not.
+        InputError: a policy whose kind is not in the mixture.
     """
     count = len(requests) or shape.slots
     canvas = torch.full((count, shape.columns), spec.mask_id)
@@ -74,9 +74,10 @@ def begin(
 
 
 def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:
-    """Write what requests ask for into their state [b]; with no request, as much as its slots need to be written later.
+    """Write the settings of requests into their state [b]; without requests, only make the tensors for later writes.
 
-    Raises `InputError` for a policy whose kind the mixture has not.
+    Raises:
+        InputError: a policy whose kind is not in the mixture.
     """
     device, count = state.start.device, len(state.start)
     given = [row_of(mixture, request.decoding.rule) for request in requests]

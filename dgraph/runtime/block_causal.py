@@ -27,9 +27,9 @@ from dgraph.runtime.rows import StepRows, choose
 class BlockCausalState(MixingState):
     """State of b sequences of a block-causal model; see `MixingState`. Attributes that the transitions replace, too:
 
-    tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet (its token is the mask token; programs
-    never answer a mask with a mask, but one that does still ends); changed bool[b, B]: decoded in the step before, None
-    without a plan.
+    tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet; changed bool[b, B]: decoded in the step
+    before, None without a plan. A masked column holds the mask token; programs never predict it for a mask, but
+    decoding ends even with one that does.
 
     Fixed: plan: which steps of a block are full ones; None if no program asks. kv: which keys stay; None for all.
     """
@@ -55,12 +55,17 @@ class BlockCausalState(MixingState):
         most_rows: int | None = None,
         most_mixed: int = 0,
     ) -> BlockCausalState:
-        """Before the first step: blocks without a mask at the beginning are prefilled, and the first block may begin
-        with the rest of the prompt.
+        """Make the state before the first step.
 
-        prompt i64[b]: indices among all prompts. max_new_tokens, for all or i64[b].
-        canvas i64[b, T]: prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's last
-        block. sequences: only the first so many take part, default all; the others have no rows.
+        Blocks without a mask at the beginning are prefilled, and the first block may begin with the rest of the prompt.
+
+        Args:
+            canvas: i64[b, T], prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's
+                last block.
+            prompt: i64[b], indices among all prompts.
+            prompt_end: i64[b].
+            sequences: number of sequences that take part, the first ones, default all; the others have no rows.
+            max_new_tokens: for all, or i64[b].
         """
         b, device = len(canvas), canvas.device
         end = prompt_end + max_new_tokens

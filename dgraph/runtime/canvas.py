@@ -66,11 +66,15 @@ class CanvasState(DecodeState):
         shift: int = 0,
         most_rows: int | None = None,
     ) -> CanvasState:
-        """Before the first step, which is a full one.
+        """Make the state before the first step, which is a full one.
 
-        prompt i64[b]: indices among all prompts. canvas i64[b, T]: prompts, then fixed tokens and mask tokens, at least
-        one block more than the longest sequence needs. max_new_tokens, for all or i64[b]. sequences: only the first so
-        many take part, default all.
+        Args:
+            canvas: i64[b, T], prompts, then fixed tokens and mask tokens, at least one block more than the longest
+                sequence needs.
+            prompt: i64[b], indices among all prompts.
+            prompt_end: i64[b].
+            sequences: number of sequences that take part, the first ones, default all.
+            max_new_tokens: for all, or i64[b].
         """
         positions = torch.arange(canvas.shape[1], device=canvas.device)
         end = prompt_end + max_new_tokens
@@ -110,7 +114,7 @@ class CanvasState(DecodeState):
         return state
 
     def view(self, **more: Any) -> View:
-        """What is known before the next step."""
+        """View of the sequences before the next step, for plans."""
         positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
         wanted = torch.roll(self._on_canvas(self.block_masked, False), -self.shift, dims=1)
         known = self.known | {"shift": self.shift, "masked": self.masked, "changed": self.changed, "wanted": wanted}
@@ -158,7 +162,7 @@ class CanvasState(DecodeState):
 
     @property
     def editable(self) -> Tensor:
-        """As in `DecodeState`; the canvas ends with the response, whatever is left of its last block."""
+        """As in `DecodeState`, but only up to the end of the response, even if its last block reaches beyond it."""
         return super().editable & (self.columns < self.end[:, None])
 
     @property

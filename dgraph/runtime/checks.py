@@ -1,6 +1,4 @@
-"""What a generation may be asked for. Every message names the thing, what was expected, what was got, what
-to do.
-"""
+"""Checks of sessions and requests. Messages name the thing, the expected and the actual value, and what to do."""
 
 from __future__ import annotations
 
@@ -34,7 +32,11 @@ def check_session(
     kv: KVPlan | None = None,
     recommit: bool = True,
 ) -> None:
-    """What a `BlockSession` needs of its model and programs."""
+    """Check that a model and its programs have what a `BlockSession` needs.
+
+    Raises:
+        InputError, UnknownName, LoweringError: they do not fit.
+    """
     causal = spec.attention == "block_causal"
     if causal and plan is not None and not plan.fits_blocks:
         raise InputError(
@@ -75,9 +77,14 @@ def check_session(
 
 
 def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: frozenset[str]) -> None:
-    """What the programs read must be offered by the loop, or declared as memory of their own.
+    """Check that the loop offers all inputs of the programs, or that they declare them as memory of their own.
 
-    has: what of "plan", "kv", "hides" (a plan that hides rows) and "modes" the session has; see `Offer.needs`.
+    has: the subset of "plan", "kv", "hides" (a plan that hides rows) and "modes" that the session has; see
+    `Offer.needs`.
+
+    Raises:
+        InputError: noise without select_noise, or a plan that hides rows from a program that does not read their slots.
+        LoweringError: an input that is neither offered nor declared, or declared in another way than it is offered.
     """
     offered = {name: offer for name, offer in OFFERS.items() if not offer.needs or offer.needs in has}
     specs = declared({name: program.inputs for name, program in programs.items()})
@@ -120,7 +127,7 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
 
 
 def check_keep_kv(plan: RowPlan | None, windows: Iterable[int]) -> None:
-    """Refuse to return keys by position where those of some positions do not exist; windows: see `KVStore`."""
+    """Refuse to return keys by position if some positions have none; windows: see `KVStore`."""
     if plan is not None and plan.region.hides:
         raise InputError(
             f"keep_kv returns keys by position, but {plan} hides rows, whose keys do not exist; leave it out."
@@ -133,7 +140,7 @@ def check_keep_kv(plan: RowPlan | None, windows: Iterable[int]) -> None:
 
 
 def check_plan(policy: Policy, plan: RowPlan | None) -> None:
-    """Refuse a policy that decides by what a step predicts, where the plan must know before it what it commits."""
+    """Refuse a policy that decides by predictions if the plan must know the commits of a step before its forward."""
     if plan is not None and plan.region.foresees and not foresees(policy):
         raise InputError(
             f"{plan} forwards the rows that a step decodes from, so what it commits must be known before its forward, "
@@ -144,8 +151,10 @@ def check_plan(policy: Policy, plan: RowPlan | None) -> None:
 
 
 def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str, plan: RowPlan | None = None) -> None:
-    """What a policy and a sampler need of the step program and the plan, before anything runs; `InputError` if they
-    do not have it.
+    """Check that the step program and the plan have what a policy and a sampler need, before anything runs.
+
+    Raises:
+        InputError: they have not.
     """
     check_plan(policy, plan)
     outputs = step.output_names
@@ -191,9 +200,14 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
 
 
 def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
-    """Refuse a policy that decodes autoregressively for a model whose rows see their whole block wherever they run, one
-    that caches keys within a block for a model that does not encode it, and one that commits masks one by one for a
-    model that has none, or the other way round.
+    """Refuse a policy that does not fit the modes of a model.
+
+    An autoregressive policy takes a model that encodes causal rows. A policy that caches keys within a block takes a
+    model that predicts the next token where it encodes the block. A model without a mask token takes a policy that
+    renoises, and such a policy takes no other model and no temperature above 0.
+
+    Raises:
+        InputError: they do not fit.
     """
     if renoises(policy) != (spec.noise == "uniform"):
         has = "random tokens where nothing is decoded" if spec.noise == "uniform" else "a mask token"
@@ -232,8 +246,10 @@ def check_request(
     max_batch: int | None,
     first: int = 0,
 ) -> list[list[int]]:
-    """The prompts as lists of int, or an `InputError`, which counts them from `first`. Warns if the block length is not
-    the model's.
+    """Prompts as lists of int. Warns if the block length is not the model's.
+
+    Raises:
+        InputError: a prompt or size that cannot be used; the message counts prompts from `first`.
     """
     block_length = decoding.block_length or spec.block_length
     if max_batch is not None and max_batch < 1:
@@ -250,7 +266,7 @@ def check_request(
 
 
 def ids_of(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]]:
-    """Prompts that are given as ids, as lists.
+    """Convert prompts that are given as ids to lists.
 
     Raises:
         InputError: neither lists of ids nor an integer tensor [b, t].
@@ -266,7 +282,7 @@ def ids_of(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]
 
 
 def listed(prompts: str | Iterable[Any]) -> list[Any]:
-    """Prompts as a list; one text is one of them.
+    """Prompts as a list; a text is a list of one.
 
     Raises:
         InputError: neither a text nor several prompts.
@@ -281,7 +297,7 @@ def listed(prompts: str | Iterable[Any]) -> list[Any]:
 def canvases_of(
     prompts: object, canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None
 ) -> Sequence[Any] | None:
-    """One canvas for each prompt; of one text it is given as it is. None: nothing is fixed.
+    """One canvas for each prompt, or None if nothing is fixed. For a single text: its canvas in a list.
 
     Raises:
         InputError: something else than several canvases.
@@ -296,7 +312,11 @@ def canvases_of(
 def check_canvases(
     spec: ModelSpec, canvases: Sequence[Sequence[int | None] | None] | None, prompts: int, decoding: Decoding
 ) -> list[Canvas]:
-    """The fixed positions of the responses to that many prompts, or an `InputError`; None for nothing."""
+    """Fixed positions of the response to each of `prompts` prompts; canvases None: nothing is fixed.
+
+    Raises:
+        InputError: another number of canvases, or one that cannot be used.
+    """
     if canvases is None:
         return [()] * prompts
     if len(canvases) != prompts:
@@ -333,9 +353,10 @@ def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | No
 
 
 def check_token(spec: ModelSpec, what: str, place: int, token: object, *, field: str = "prompt") -> int:
-    """A token as an id of the vocabulary that stands neither for a mask nor for an image, or an `InputError`.
+    """Check that a token is an id of the vocabulary, neither the mask nor an image, and return it as an int.
 
-    field: of that error.
+    Raises:
+        InputError: it is not; the error has the given field.
     """
     try:
         value = operator.index(token)  # type: ignore[arg-type]
@@ -363,9 +384,7 @@ def check_token(spec: ModelSpec, what: str, place: int, token: object, *, field:
 
 
 def room_of(spec: ModelSpec, block_length: int) -> int:
-    """Positions that a prompt and its response can have together: where blocks begin at multiples of their length, only
-    whole ones are forwarded.
-    """
+    """Positions that a prompt and its response can have together: whole blocks for models with aligned blocks."""
     step = block_length if spec.aligned else 1
     return spec.max_positions // step * step
 

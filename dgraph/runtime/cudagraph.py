@@ -1,21 +1,21 @@
 """Stages as CUDA graphs: one graph per bucket, recorded when the bucket is first met, or ahead (a warm-up).
 
-A graph replays fixed addresses. So a stage's inputs are copied into buffers before each replay, and its outputs
-into others at the end of it, except for the KV caches, which are read and written in place and belong to the key. All
-buckets of a stage use the same buffers, and all graphs of a model the same memory for what lies between: stages run one
-after another, and what a stage leaves in its buffers is read before the next step. The first stage's inputs are copied
-whole, before the host has read how many of their rows there are: all that is left to do then is the replay.
+A graph replays fixed addresses. So a stage's inputs are copied into buffers before each replay, and its outputs into
+others at the end of it. KV caches are the exception: they are read and written in place and belong to the key. All
+buckets of a stage use the same buffers. All graphs of a model use the same memory for intermediate values. That is safe
+since stages run one after another, and a stage's output buffers are read before the next step. The first stage's inputs
+are copied whole, before the host has read their row count. Only the replay is left to do then.
 
-A cache that has grown is another one, so nobody will replay the graphs that read the old one: `GraphPool.keep` lets
-them go. It may lie where the old one lay, since memory is handed out in pieces of 2 MiB, and a kernel that was told
-how many pages there are finds zeros in those after them: so a cache is known by its place and its size (`place_of`).
-A pool that is full lets a graph go that nobody has replayed for long.
+A cache that has grown is another tensor, so graphs that read the old one are never replayed again: `GraphPool.keep`
+drops them. Its address may be that of the old one, since memory is handed out in pieces of 2 MiB. A kernel that was
+recorded with the old number of pages finds zeros in the pages after them. So a cache is identified by its address and
+its size (`place_of`). A pool that is full drops a graph that was not replayed for long.
 
-After a cut the host has just read how many rows live on, and the device waits for it. So the stage before says it in
-the midst of its graph, before outputs are copied, and this one copies nothing: its graph reads the buffers of the
-stages before, whose addresses belong to the key, and begins with the gathers of what lives on. These take whole
-buffers, since the bucket of the stage before, which says how many rows of them are filled, is no part of the key: the
-rows that an index names are always filled.
+After a cut the host has just read how many rows live on, and the device waits for it. So the stage before posts that
+number in the midst of its graph, before outputs are copied, and the stage after the cut copies nothing. Its graph reads
+the buffers of the stages before, whose addresses belong to the key, and begins with the gathers of the living rows.
+The gathers take whole buffers, since the bucket of the stage before, and thus the number of filled rows, is no part of
+the key. The rows that an index names are always filled.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ from dgraph.private.torch import copy_all
 from dgraph.runtime.mapped import Mapped
 
 GRAPH_ROWS = 2048
-"""Rows of prompts that are forwarded by a graph, at most. An H200 takes 5.1 ms instead of 17.6 for 64 rows of an 8B
-model so. From 1,024 rows on it is busy for longer than the host takes to launch, and all that is gained is that the
-host is free; a graph of 2,048 holds 96 MiB more (benchmarks/results/serving.md).
+"""Rows of prompts that are forwarded by a graph, at most.
+
+With a graph, an H200 takes 5.1 ms instead of 17.6 for 64 rows of an 8B model. From 1,024 rows on it is busy for longer
+than the host takes to launch, so a graph only frees the host. A graph of 2,048 rows holds 96 MiB more
+(benchmarks/results/serving.md).
 """
 Place = tuple[int, int]
-"""Where a tensor begins in memory, and how many elements it has."""
+"""Address of a tensor's memory, and its number of elements."""
 IDLE = 16
-"""A full pool lets a graph go that was not replayed in the last IDLE * limit runs: recording costs as much as many."""
+"""A full pool drops a graph that was not replayed in the last IDLE * limit runs: recording costs as much as many."""
 
 
 def place_of(value: Tensor) -> Place:
-    """What a graph that was recorded with a tensor knows it by."""
+    """Address and size of a tensor, which identify it for a recorded graph."""
     return value.data_ptr(), value.numel()  # a shape takes the host longer, and every step asks for each cache
 
 
@@ -56,7 +58,7 @@ class Replay(Protocol):
     """A recorded CUDA graph."""
 
     def replay(self) -> None:
-        """Run what was recorded, on what the buffers hold now."""
+        """Run the recorded launches on the present contents of the buffers."""
         ...
 
 
@@ -65,13 +67,13 @@ class _Recorded:
     """One bucket of a stage.
 
     Attributes:
-        graph: what replays it.
-        copied: inputs that are copied before it, by slot: the first rows of their buffers.
-        outputs: by slot: the first rows of their buffers.
-        buffers: whole ones of all inputs and outputs that do not lie in place, by slot.
-        version: of the buffers that were there when it had been recorded.
-        ran: whether recording it ran it.
-        held: what the pool knows of it.
+        graph: the recorded CUDA graph.
+        copied: inputs that are copied before a replay, by slot: the first rows of their buffers.
+        outputs: outputs by slot: the first rows of their buffers.
+        buffers: whole buffers of all inputs and outputs that do not lie in place, by slot.
+        version: version of the buffers after recording.
+        ran: True if recording also ran it.
+        held: its entry in the pool.
     """
 
     graph: Replay
@@ -88,7 +90,7 @@ class Held:
     """A graph that the pool counts.
 
     Attributes:
-        places: of what it reads or writes in place, outside of its buffers.
+        places: places of the tensors that it reads or writes in place, outside of its buffers.
         forget: removes it from where its owner keeps it.
         used: number of the run that replayed it last.
     """
@@ -103,14 +105,13 @@ class GraphPool:
     """Records stages of one model as CUDA graphs; shared by its phases.
 
     Attributes:
-        limit: graphs kept at a time. A full pool lets the least recently used go if it has been idle (see `IDLE`); if
-            none has, a further bucket runs op by op, with a `DgraphWarning` the first time.
-        recorded: names and row counts of what was recorded, in order, graphs that are gone among them.
-        bytes: device memory that graphs took: buffers, and what lies between them.
-        refused: the same for buckets that did not fit or have too many rows, with the reason; each once.
-        preparing: whether stages that nobody waits for are only recorded, not run (a warm-up).
-        recorder: makes a graph from a function without arguments, which it runs once; set in tests, where there is no
-            device.
+        limit: graphs kept at a time. A full pool drops the least recently used if it has been idle (see `IDLE`); else
+            a further bucket runs op by op, with a `DgraphWarning` the first time.
+        recorded: names and row counts of all graphs that were recorded, in order, dropped ones among them.
+        bytes: device memory that graphs took: buffers, and intermediate values.
+        refused: names and row counts of buckets that did not fit or have too many rows, with the reason; each once.
+        preparing: True in a warm-up: last stages, whose outputs are not needed then, are recorded but not replayed.
+        recorder: makes a graph from a function without arguments, which it runs once; set in tests without a device.
     """
 
     limit: int = 256
@@ -132,7 +133,7 @@ class GraphPool:
         return len(self._held)
 
     def keep(self, caches: Mapping[str, Tensor]) -> None:
-        """Say what the caches are now, by name; graphs that read what one was before are let go."""
+        """Set the present caches by name; graphs that read a replaced one are dropped."""
         now = {name: place_of(cache) for name, cache in caches.items()}
         gone = {place for name, place in self._places.items() if now.get(name, place) != place}
         self._places |= now
@@ -154,13 +155,16 @@ class GraphPool:
         self._held.move_to_end(held)
 
     def let_go(self, held: Held) -> None:
-        """Drop a graph; what its owner keeps goes with it."""
+        """Drop a graph, and the reference that its owner holds."""
         if held in self._held:
             del self._held[held]
             held.forget()
 
     def has_room(self, name: str, rows: int) -> bool:
-        """Whether one more graph can be kept, after the least recently used was let go if it may; see `limit`."""
+        """Make room for one more graph, by dropping the least recently used if it is idle, and report success.
+
+        Without room, the bucket is noted as refused; see `limit`.
+        """
         self._runs += 1
         if len(self._held) < self.limit:
             return True
@@ -189,7 +193,7 @@ class GraphPool:
         return _GraphStage(stage, self)
 
     def record(self, function: Callable[[], object], warm: bool) -> Replay:
-        """Record a function's launches; what it returns is dropped.
+        """Record a function's launches; its result is dropped.
 
         warm: run it first. Libraries allocate workspaces and set themselves up in their first call, which must not be
         part of a graph.
@@ -210,8 +214,10 @@ class GraphPool:
         return graph
 
     def _open(self) -> None:
-        """Begin the memory that the graphs share. The allocator drops it with the last graph in it, and refuses to
-        record into it from then on; so it holds a graph of its own, for when others are let go or fail.
+        """Begin the memory that the graphs share.
+
+        The allocator drops it with the last graph in it, and refuses to record into it from then on. So it holds a
+        graph of its own, in case all others are dropped or fail.
         """
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         with torch.cuda.stream(self._stream):
@@ -233,7 +239,7 @@ class _Buffers:
     """One buffer per slot, of which a bucket uses the first rows.
 
     Attributes:
-        version: goes up whenever one is made.
+        version: increases whenever a buffer is made.
     """
 
     def __init__(self, pool: GraphPool, spare: bool) -> None:
@@ -241,10 +247,10 @@ class _Buffers:
         self._held: dict[int, Tensor] = {}
 
     def like(self, slot: int, value: Tensor, rows: int = 0) -> Tensor:
-        """A buffer with room for the value, and for so many rows. One that is too small is replaced; earlier graphs
-        keep theirs.
+        """A buffer with room for the value, and for at least `rows` rows.
 
-        Where later stages read it (`spare`), the new one has twice the rows: their graphs are recorded again with it.
+        One that is too small is replaced; earlier graphs keep theirs. If later stages read it (`spare`), the new one
+        has at least twice the rows, since their graphs are recorded again with it.
         """
         found = self.known(slot, value, rows)
         if found is None:
@@ -256,7 +262,7 @@ class _Buffers:
         return found
 
     def known(self, slot: int, value: Tensor, rows: int = 0) -> Tensor | None:
-        """The buffer that there is, if it has room for the value, and for so many rows."""
+        """The existing buffer if it has room for the value, and for `rows` rows; else None."""
         held = self._held.get(slot)
         fits = held is not None and held.shape[1:] == value.shape[1:] and len(held) >= max(rows, len(value))
         return held if fits else None
@@ -264,8 +270,12 @@ class _Buffers:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What was copied into buffers before the bucket was known. buffers: whole ones, by slot; rows: the fewest that any
-    input with a row dimension had; None if nothing was sent; version: of the buffers, if they got all that is given.
+    """Inputs that were copied into buffers before the bucket was known.
+
+    Attributes:
+        buffers: whole buffers, by slot.
+        rows: fewest rows of any input with a row dimension; None if nothing was sent.
+        version: version of the buffers if all inputs were sent, else None.
     """
 
     buffers: Mapping[int, Tensor] = field(default_factory=dict)
@@ -274,9 +284,9 @@ class _Sent:
 
 
 _Graphs = dict[int, _Recorded | None]
-"""By bucket."""
+"""Graphs by bucket; None for a bucket that could not be recorded."""
 _Known = tuple[tuple[Place, ...], _Graphs | None, _Graphs | None]
-"""Where the caches are that the steps read; graphs with the bridge; graphs without."""
+"""Places of the caches that the steps read; graphs with the bridge; graphs without."""
 
 
 class _GraphStage:
@@ -286,7 +296,7 @@ class _GraphStage:
         self.stage, self.pool = stage, pool
         self._plain = run_steps(stage)
         self._everything: tuple[AnyStep, ...] = (*stage.bridge, *stage.steps)
-        # What the steps read where the bridge runs before their graph: in place, and the rest.
+        # Inputs of the steps if the bridge runs before their graph: those in place, and the rest.
         known = {*stage.inputs, *written_by(stage.bridge)} & read_by(stage.steps)
         read = (*sorted(known), *stage.ahead)
         self._placed, self._given = ([s for s in read if (s in stage.in_place) is there] for there in (True, False))
@@ -302,9 +312,10 @@ class _GraphStage:
         self._warm = False
 
     def __call__(self, slots: Slots) -> Launch:
-        """What runs the stage on a bucket; one that cannot be recorded, or has too many rows, runs step by step.
+        """Make the function that runs the stage on a bucket; a bucket without a graph runs step by step.
 
-        Whoever calls that has just learnt the bucket, and the device waits: so all that can be found before is.
+        A bucket has no graph if it cannot be recorded, or has too many rows. The device waits while the function runs,
+        so all that does not depend on the bucket is found here.
         """
         places = tuple(place_of(slots[slot]) for slot in self._placed)
         bridged = self._graphs_of_bridge(slots)
@@ -313,7 +324,7 @@ class _GraphStage:
         return partial(self._launch, slots, bridged or alone or {}, sent, (places, bridged, alone))
 
     def _launch(self, slots: Slots, graphs: _Graphs, sent: _Sent, known: _Known, rows: int) -> Living:
-        """Replay the graph if there is one and nothing to send: the device waits for that, so nothing else is done."""
+        """Replay the graph at once if there is one and nothing to send, since the device waits; else see `_run`."""
         found = graphs.get(rows)
         if found is None or self.pool.preparing:
             return self._run(slots, known, sent, rows)
@@ -323,7 +334,7 @@ class _GraphStage:
         return self._replayed(found, slots, rows)
 
     def _send_ahead(self, slots: Slots) -> _Sent:
-        """Copy what is given to the first stage, whole, into the buffers that there are."""
+        """Copy the inputs of a first stage, whole, into the existing buffers."""
         self._sent = _Sent()
         if self.stage.rowed:
             known = ((slot, self._buffers.known(slot, slots[slot])) for slot in self._given)
@@ -336,8 +347,9 @@ class _GraphStage:
     def _send(
         self, copied: Mapping[int, Tensor], buffers: Mapping[int, Tensor], slots: Slots, rows: int, sent: _Sent
     ) -> None:
-        """Copy what is given into a bucket's part of the buffers, but for what was sent ahead into these; rows that the
-        bucket has and nobody gives are zeros.
+        """Copy inputs into a bucket's part of the buffers, unless they were sent ahead into these.
+
+        Rows of the bucket beyond those of an input are zeroed.
         """
         missing = [slot for slot in copied if buffers[slot] is not sent.buffers.get(slot)]
         if missing:
@@ -350,12 +362,13 @@ class _GraphStage:
                     copied[slot][len(slots[slot]) :].zero_()
 
     def _graphs_alone(self, slots: Slots, places: tuple[Place, ...]) -> _Graphs:
-        """By bucket, graphs of the steps that read caches in those places, and other inputs of the shapes of these."""
+        """Graphs by bucket of the steps without the bridge, for caches in these places and inputs of these shapes."""
         return self._alone.setdefault((*places, *(slots[slot].shape for slot in self._whole)), {})
 
     def _graphs_of_bridge(self, slots: Slots) -> _Graphs | None:
-        """By bucket, graphs of bridge and steps that read what the stages before have left in buffers; None if they
-        have left something elsewhere.
+        """Graphs by bucket of bridge and steps, which read the buffers of the stages before.
+
+        None without a bridge, or if an input lies outside of these buffers.
         """
         stage = self.stage
         if not stage.bridge:
@@ -376,7 +389,7 @@ class _GraphStage:
     def _run(self, slots: Slots, known: _Known, sent: _Sent, rows: int) -> Living:
         places, bridged, alone = known
         if sent is not self._sent:
-            sent = _Sent()  # the buffers have been sent something else since
+            sent = _Sent()  # the buffers have been overwritten since
         stage = self.stage
         if stage.graph_rows is not None and rows > stage.graph_rows:
             self.pool.refuse(stage.name, rows, f"more than {stage.graph_rows} rows")
@@ -390,7 +403,7 @@ class _GraphStage:
         return self._replay(self._graphs_alone(slots, places) if alone is None else alone, slots, rows, False, sent)
 
     def _replay(self, graphs: _Graphs, slots: Slots, rows: int, bridged: bool, sent: _Sent) -> Living:
-        """Run a graph, with or without the bridge, recording it if it is not among those that there are."""
+        """Run a graph, with or without the bridge; record it first if it does not exist."""
         found = graphs.get(rows)
         fresh = found is None and rows not in graphs
         if fresh and self.pool.has_room(self.stage.name, rows):
@@ -408,7 +421,7 @@ class _GraphStage:
         return self._replayed(found, slots, rows)
 
     def _replayed(self, found: _Recorded, slots: Slots, rows: int) -> Living:
-        """What is to be done when a graph has been launched."""
+        """Update the slots after a graph has been launched; return the function that reads how many rows live on."""
         self.pool.use(found.held)
         for values in (found.copied, found.outputs):
             for slot, value in values.items():
@@ -418,7 +431,7 @@ class _GraphStage:
         return self._living
 
     def _living(self) -> int:
-        """How many rows live on after the graph that was replayed last."""
+        """Number of rows that live on after the last replayed graph."""
         return int(self._live.read()[0]) if self._live is not None else 0
 
     def _record(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Recorded | None:
@@ -447,13 +460,13 @@ class _GraphStage:
                 with stage.tuned():
                     for step in steps:
                         step.run(own)
-                if stage.live is not None:  # what is left of the graph runs while the host prepares the next
+                if stage.live is not None:  # the rest of the graph runs while the host prepares the next
                     count = own[stage.live][-1:]
                     if self._live is None:
                         self._live = Mapped(count.shape, count.dtype, count.device)
                     copy_all([self._live.tensor], [count])
                     self._live.post()
-                # Out of the shared memory, into which another stage's replay may write before they are read.
+                # Copied out of the shared memory, into which another stage's replay may write before they are read.
                 made = {slot: own[slot] for slot in stage.outputs if slot in written}
                 for slot, value in made.items():
                     if slot not in outputs:

@@ -17,15 +17,17 @@ from dgraph.spec import ModelSpec
 
 
 class Decide:
-    """Takes tokens from logits, as each request says. Reads values on the host: a program that leaves its logits to
-    the runtime is a baseline, or serves a sampler that needs all of them; one with `lm_head` needs no read.
+    """Take tokens from logits, as the sampler of each request says.
+
+    Reads values on the host: a program that leaves its logits to the runtime is a baseline, or serves a sampler that
+    needs all of them. A program with `lm_head` needs no read.
 
     Args:
         spec: the model.
         block: columns of a block.
 
     Attributes:
-        failed: what went wrong in the last step, by slot.
+        failed: exceptions of samplers in the last step, by slot.
     """
 
     def __init__(self, spec: ModelSpec, block: int):
@@ -42,15 +44,18 @@ class Decide:
         caches: Mapping[str, Tensor],
         lenient: bool = False,
     ) -> Mapping[str, Tensor]:
-        """Outputs with a token per row and how sure it is.
+        """Add a token and its confidence per row to the outputs.
 
         Args:
             advance: rows, state and inputs of the step.
-            samplers: how each slot takes tokens from logits.
-            outputs: of the step program, which has no tokens.
+            samplers: the sampler of each slot.
+            outputs: outputs of the step program, which has no tokens.
             unconditional: its logits without the prompts, for guidance.
-            caches: by name, what the runtime keeps per position.
-            lenient: note what a sampler raises in `failed`, for its slots, whose rows then have no token.
+            caches: by name, tensors that the runtime keeps per position.
+            lenient: note the exception of a sampler in `failed`, for its slots, whose rows then have no token.
+
+        Raises:
+            LoweringError: the outputs have no logits.
         """
         self.failed = {}
         if "logits" not in outputs:
@@ -94,7 +99,7 @@ class Decide:
         caches: Mapping[str, Tensor],
         decided: dict[str, Tensor],
     ) -> None:
-        """Write what one sampler makes of entries of the logits into `decided`."""
+        """Write one sampler's decisions on its entries of the logits into `decided`."""
         rows, state, at = advance.rows, advance.state, row[entry]
         sequence, column = rows.sequence[at], rows.column[at] - self._block
         inside = column.clamp(max=self._block - 1)  # a row may predict the position after the block
@@ -127,7 +132,7 @@ class Decide:
             decided[name][entry] = values
 
     def _forget(self, samplers: Mapping[int, Sampler]) -> None:
-        """Drop the state of samplers that nobody uses any more."""
+        """Drop the state of samplers that are no longer in use."""
         used = set(samplers.values())
         self._decoders = {sampler: decoder for sampler, decoder in self._decoders.items() if sampler in used}
 

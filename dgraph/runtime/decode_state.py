@@ -1,11 +1,11 @@
-"""What the decode loop knows of its sequences, and the transition from step to step, as tensors on the device.
+"""State of the decode loop's sequences, and the transition from step to step, as tensors on the device.
 
-Kinds of state share it: `BlockCausalState`; `TwoModeState` for models that predict the next token where they write a
-finished block; `RenoisedState` for those without a mask token; `CanvasState` for bidirectional ones. They differ in
-which rows they forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
+Subclasses: `BlockCausalState`; `TwoModeState` for models that predict the next token where they write a finished block;
+`RenoisedState` for those without a mask token; `CanvasState` for bidirectional ones. They differ in which rows they
+forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
 
-Every sequence is a row of every tensor (a slot), and no row depends on another: so between two steps the host may
-write a slot anew, for another request, or leave some slots out of a step.
+Every sequence is a row of every tensor (a slot), and no row depends on another. So between two steps the host may write
+a slot anew, for another request, or leave some slots out of a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPORT = (
 )
 """The numbers of a sequence that the host reads after a step; see `DecodeState.report`."""
 SHOWN = ("shown", "shown_confidence", "shown_kept")
-"""What it reads of every position of the block that the step was about, after these numbers."""
+"""The values of each position of the step's block that follow these numbers in the report."""
 OUT = -1
 """The place of a sequence that sits a step out."""
 
@@ -171,15 +171,16 @@ class DecodeState(ABC):
 
     @abstractmethod
     def wanted(self) -> Tensor:
-        """bool[b, W]: what the next step of each sequence forwards, over the columns of this kind of state."""
+        """bool[b, W]: rows that each sequence's next step forwards, over the columns of this kind of state."""
 
     def live(self) -> Tensor:
-        """bool[b, W]: of `wanted`, what the next step forwards: the rows of sequences that take part."""
+        """bool[b, W]: rows of `wanted` that the next step forwards: those of sequences that take part."""
         return self.wanted() & self.granted[:, None]
 
     def grant(self) -> None:
-        """Let sequences take part in the next step, in the order of their places, as long as their rows fit into
-        `most_rows`. The first that does not fit, and all after it, wait: so none is overtaken for ever.
+        """Let sequences take part in the next step, in the order of their places, while their rows fit in `most_rows`.
+
+        The first that does not fit, and all after it, wait: so none is overtaken for ever.
         """
         self.granted = self.active & (self.place != OUT)
         if self._columns() > self.most_rows:
@@ -189,14 +190,14 @@ class DecodeState(ABC):
 
     @abstractmethod
     def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
-        """Pack the rows of the next step; `capacity` rows, of which some are live (see `live`) and the others padding.
+        """Pack the rows of the next step into `capacity` rows: the live ones (see `live`), then padding.
 
-        With a capacity below their count rows are lost: the caller knows better. editing, for all sequences or bool[b]:
-        decoded rows that may be replaced get a candidate like masked ones.
+        The caller must give at least as much capacity as there are live rows: others are lost. editing, for all
+        sequences or bool[b]: decoded rows that may be replaced are candidates like masked ones.
         """
 
     def steady(self, policy: Policy) -> bool:
-        """Whether every step of a sequence but its first forwards as many rows as its block has, at most."""
+        """True if every step of a sequence but its first forwards at most as many rows as its block has."""
         return False
 
     @property
@@ -205,7 +206,7 @@ class DecodeState(ABC):
         return torch.ones_like(self.active)
 
     def drafted(self, policy: Policy) -> Tensor:
-        """bool[b]: what the next step predicts of the sequence is a draft, which a later step verifies."""
+        """bool[b]: the next step's predictions are a draft, which a later step verifies."""
         return torch.zeros_like(self.active)
 
     @abstractmethod
@@ -217,8 +218,9 @@ class DecodeState(ABC):
         """Write tokens i64[b, B] where written bool[b, B] says; left bool[b, B]: the columns that are masks then."""
 
     def _write_next(self, token: Tensor, confidence: Tensor) -> Tensor:
-        """bool[b]: where the step also decides the position after the block, by what it predicts of it i64[b] and how
-        sure that is f32[b]; there it is written.
+        """bool[b]: sequences in which the step also decides the position after the block; the token is written there.
+
+        token i64[b] and confidence f32[b]: the prediction for that position.
         """
         return torch.zeros_like(self.active)
 
@@ -253,12 +255,12 @@ class DecodeState(ABC):
 
     @property
     def action(self) -> Tensor | None:
-        """i32[b]: what the next step does about the others; see `dgraph.ops.sparse`. Who takes no part in it reuses."""
+        """i32[b]: the next step's action on all other keys, see `dgraph.ops.sparse`; REUSE without a part in it."""
         return None
 
     @property
     def known(self) -> dict[str, Any]:
-        """What every kind of state knows for a `View`."""
+        """Values for a `View` that every kind of state has."""
         return {
             "step": self.counter,
             "block_step": self.forwards,
@@ -272,10 +274,10 @@ class DecodeState(ABC):
     @property
     @abstractmethod
     def visible(self) -> Tensor:
-        """i64[b]: the positions before it are those that rows of the current block may see."""
+        """i64[b]: end of the positions that rows of the current block may see."""
 
     def seen_keys(self) -> Tensor:
-        """bool[b, T]: positions that the rows of a sequence may see, none of one that reuses what is packed."""
+        """bool[b, T]: positions that the rows of a sequence may see; all False if it reuses packed keys."""
         action = self.action
         assert action is not None, "the session keeps all keys"
         positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
@@ -288,13 +290,14 @@ class DecodeState(ABC):
 
     @property
     def order(self) -> Tensor:
-        """f32[b, B]: of the current block's positions, see `policy_order`."""
+        """f32[b, B]: `policy_order` of the current block's positions."""
         return policy_order(self.keys.T, self.columns)
 
     @property
     def editable(self) -> Tensor:
-        """bool[b, B]: decoded positions of the current block, given ones aside. By a rule that edits a last block that
-        reaches beyond the response is decoded, and so edited, as a whole.
+        """bool[b, B]: decoded positions of the current block that were not given.
+
+        A rule that edits decodes, and so edits, the whole of a last block that reaches beyond the response.
         """
         return ~self.block_masked & ~self._at(self.columns, self.given)
 
@@ -309,16 +312,16 @@ class DecodeState(ABC):
         return type(self)(**values)
 
     def carry(self, policy: Policy) -> None:
-        """Begin with what a policy keeps from step to step."""
+        """Initialise the tensors that a policy carries from step to step."""
         b, device = len(self.start), self.start.device
         self.carried = {each.name: each.begin(b, self.block, device) for each in carries_of(policy)}
 
     def report(self) -> Tensor:
-        """i64[b, len(REPORT) + 3 B]: what the host reads of each sequence after a step, by `REPORT`, then by `SHOWN`.
+        """i64[b, len(REPORT) + 3 B]: values that the host reads of each sequence, in the order of `REPORT` and `SHOWN`.
 
-        rows: of its next step, 0 if it waits; wanted: the same if it does not; all_rows: those of all sequences, which
-        the host must know first; action: as in `action`, of that step, that of reusing where all keys are kept; the
-        others as in the attributes and properties, and of a confidence its bits.
+        rows: those of its next step, 0 if it waits; wanted: the same if it does not wait; all_rows: those of all
+        sequences, which the host must know first; action: as in `action`, REUSE if all keys are kept; the others as in
+        the attributes and properties. A confidence is given as its bits.
         """
         wanted, action = self.wanted().sum(dim=1), self.action
         rows = wanted * self.granted
@@ -337,11 +340,10 @@ class DecodeState(ABC):
         recommit: bool,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """The transition after a forward of `rows`; returns the committed columns, bool[b, B + 1]: the last stands for
-        the position after the block.
+        """Apply the results of a forward of `rows`; return the committed columns, bool[b, B + 1].
 
-        Sequences that took no part stay as they are, and so do those with a NaN, but for `broken`: its token may be no
-        token, and the next step may be launched before the host knows.
+        The last column is the position after the block. Sequences that took no part stay as they are. So do those with
+        a NaN, except for `broken`: a NaN's token may be invalid, and the next step may run before the host knows.
         noise f32[b, B]: uniform, for policies that draw.
         """
         before, part = copy.copy(self), self.granted & self.active
@@ -379,7 +381,7 @@ class DecodeState(ABC):
         settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
         progressed = choose(per_sequence("may_wait", policy, self.kind), candidates.committable, commit & masked)
         masks_left = masked.any(dim=1)
-        # Once set it stays set: the host may look only some steps later.
+        # Once set it stays set: the host may read it only some steps later.
         self.broken = self.broken | (part & masks_left & ~progressed.any(dim=1))
 
         self.commit_rows = self.commit_rows + self._own_rows()
@@ -418,7 +420,7 @@ class DecodeState(ABC):
         return torch.cat([commit, after[:, None]], dim=1) & valid[:, None]
 
     def _keep(self, before: DecodeState, waiting: Tensor) -> None:
-        """Undo what a transition did to sequences bool[b]."""
+        """Undo a transition for the sequences bool[b]."""
         for field in fields(self):
             old, new = getattr(before, field.name), getattr(self, field.name)
             if isinstance(new, dict):
@@ -427,10 +429,11 @@ class DecodeState(ABC):
                 setattr(self, field.name, choose(waiting, old, new))
 
     def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor, source: Tensor | None) -> None:
-        """Note with which probability a step commits tokens, all bool[b, B]: those that it changes; the masks that it
-        leaves; the positions whose rows it keeps. source i64[b, B]: where they come from, see `DecodeRule.move`.
+        """Note the probabilities with which a step commits tokens.
+
+        bool[b, B] each: changed tokens; masks that are left; positions whose rows are kept. source: `DecodeRule.move`.
         """
-        # What is no mask in the first step that shows its position was given.
+        # A position without a mask in the first step that shows it was given.
         column = self.columns - self.shown_start[:, None]
         there = (column >= 0) & (column < self.block)
         seen = self.shown_confidence.gather(1, column.clamp(min=0, max=self.block - 1))
@@ -442,13 +445,11 @@ class DecodeState(ABC):
         self.shown_start = self.start
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
-        """bool[b, B]: what the step commits."""
+        """bool[b, B]: columns that the step commits."""
         return policy.choose(candidates)
 
     def _predictors(self, rows: StepRows) -> Tensor:
-        """i64[b, B + 1]: which row predicts each column of the current block, and which the position after it; -1 where
-        none does.
-        """
+        """i64[b, B + 1]: the row that predicts each column of the current block, and the position after it; else -1."""
         b, width = len(self.start), self.block + 1
         at = rows.sequence * width + rows.column - self.block
         return inverse(torch.where(rows.live & (rows.column >= self.block), at, -1), b * width).view(b, width)
@@ -461,11 +462,11 @@ class DecodeState(ABC):
 
     @staticmethod
     def _at(columns: Tensor, values: Tensor) -> Tensor:
-        """[b, n]: values [b, T] at positions i64[b, n]; of one that is beyond the canvas, anything."""
+        """[b, n]: values [b, T] at positions i64[b, n]; arbitrary for a position beyond the canvas."""
         return values.gather(1, columns.clamp(max=values.shape[1] - 1))
 
     def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
-        """End sequences that are done; bool[b]: those of the others whose block is done."""
+        """End sequences that are done; return bool[b], the other sequences whose block is done."""
         left = self.block_masked & (self.columns <= self.last[:, None])  # masks beyond the response need no step
         complete = ~left.any(dim=1) if settled is None else settled
         stopped = self._stopped()
@@ -476,12 +477,10 @@ class DecodeState(ABC):
         return complete & self.active
 
     def _stopped(self) -> Tensor:
-        """bool[b]: there is a stop token in the block with no mask before it. What comes after it is dropped, so it
-        ends the sequence at once.
-        """
+        """bool[b]: the block has a stop token with no mask before it; it ends at once, and later tokens are dropped."""
         block, masked = self.block, self.block_masked
         column = torch.arange(block, device=masked.device)
-        # A stop token of the prompt is none.
+        # A stop token of the prompt does not count.
         counts = ~masked & (self.columns >= torch.maximum(self.prompt_end, self.stops_from)[:, None])
         stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & counts
         first_stop = torch.where(stop, column, block + 1).amin(dim=1)
@@ -495,5 +494,5 @@ class DecodeState(ABC):
 
 
 def _moved(source: Tensor, now: Tensor, before: Tensor, new: float) -> Tensor:
-    """[b, B]: of a column as it is now, as it was before, or a new one; see `DecodeRule.move`."""
+    """[b, B]: values of columns as they are now, as they were before, or of a new mask; see `DecodeRule.move`."""
     return torch.cat([now, before, torch.full_like(now[:, :1], new)], dim=1).gather(1, source)

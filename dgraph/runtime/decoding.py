@@ -1,4 +1,4 @@
-"""How prompts are continued, as one value: `Decoding`."""
+"""Settings of decoding as one value: `Decoding`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dgraph.settings import settings_of
 from dgraph.spec import ModelSpec
 
 RULE = ("threshold", "steps", "policy")
-"""Fields that say which tokens a step commits."""
+"""Fields that choose the rule by which a step commits tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Everything that a caller says about how a prompt is continued.
+    """All settings by which a caller says how a prompt is continued.
 
-    A setting is the caller's, else that of the policy or preset that was chosen, else the default here. Of a
-    checkpoint's generation_config.json only ids are read (ends of a turn, padding, mask), as official code does: the
-    scripts of SDAR and the functions of LLaDA and LLaDA2 have defaults of their own, and Dream's `diffusion_generate`
-    begins with those of its config's class, which the presets "dream_*" have.
+    A setting is the caller's, else that of the policy or preset that was chosen, else the default here. A checkpoint's
+    generation_config.json gives ids only (ends of a turn, padding, mask), as in official code. The scripts of SDAR and
+    the functions of LLaDA and LLaDA2 have defaults of their own. Dream's `diffusion_generate` begins with the defaults
+    of its config's class, which the presets "dream_*" have.
 
     Attributes:
         max_new_tokens: length limit of a response, at least 1.
@@ -41,12 +41,12 @@ class Decoding:
             suppressed ids, penalties, your own logits processors.
         ignore_eos: go on after a stop token, up to max_new_tokens.
         min_tokens: no stop token and no text of stop ends a response that has fewer tokens before it. A stop token that
-            comes earlier is one of the response's tokens; its text is none, as that of other special tokens.
+            comes earlier is one of the response's tokens; it has no text, like other special tokens.
         stop: texts that end a response where they first occur; they are left out.
         seed: of the draws.
 
     Raises:
-        UnknownName: an unknown policy, or an option that it has not.
+        UnknownName: an unknown policy, or an option that the policy does not have.
         InputError: a value out of range, or two that exclude each other.
     """
 
@@ -88,7 +88,7 @@ class Decoding:
 
     @cached_property
     def sampling(self) -> Sampler:
-        """How tokens are taken from logits: as the caller says, else as the policy does, else the most likely one."""
+        """Sampler of the caller, else of the policy, else the one that takes the most likely token."""
         said = {name: value for name in SETTINGS if (value := getattr(self, name)) is not None}
         if self.sampler is None:
             return replace(policy_sampler(self.rule), **said)
@@ -103,23 +103,23 @@ class Decoding:
 
     @classmethod
     def of(cls, given: Decoding | None, keywords: Mapping[str, Any]) -> Decoding:
-        """The value that a function was given, or its keywords as one; see `settings_of`."""
+        """The `Decoding` that a function was given, or one made from its keywords; see `settings_of`."""
         return settings_of(cls, given, keywords)
 
     @property
     def says_rule(self) -> bool:
-        """Whether somebody chose what commits tokens: one of `RULE`."""
+        """True if one of `RULE` is set."""
         return any(getattr(self, name) is not None for name in RULE)
 
     def for_model(self, spec: ModelSpec) -> Decoding:
-        """The same, by the rule of a model that no threshold decodes if nobody chose one: canvases of random tokens
-        (`spec.noise`) by `diffusion_gemma`.
+        """Copy with the default rule of a model that no threshold decodes, unless a rule was chosen.
+
+        Canvases of random tokens (`spec.noise`) are decoded by `diffusion_gemma`.
         """
         return replace(self, policy="diffusion_gemma") if spec.noise == "uniform" and not self.says_rule else self
 
     def changed(self, said: Mapping[str, Any]) -> Decoding:
-        """The same with other values, as `from_json` takes them. Where a value is one of `RULE`, none of those three
-        stays as it was.
+        """Copy with other values, as `from_json` takes them. If one of `RULE` is given, the other two are reset.
 
         Raises:
             UnknownName, InputError: as `from_json`.
@@ -130,7 +130,7 @@ class Decoding:
         return Decoding.from_json({**own, **said}) if said else self
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values of what is not as it is by default.
+        """Plain values of the fields that differ from their defaults.
 
         Raises:
             InputError: a policy or a sampler that has no such form.

@@ -1,4 +1,4 @@
-"""What decoding gives: tokens, keys and values, and how far it is."""
+"""Results of decoding: tokens, keys and values, and progress."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dgraph.runtime.stats import GenerationStats
 class SequenceKV:
     """Keys and values of one sequence after its last step.
 
-    committed: positions before it are final; those of the last block (from `committed` on) are as its steps
-    left them, since nobody would read a commit. A bidirectional model has no final ones: 0. layers: per layer K and V
-    [positions, Hkv, D], after RoPE. first: the position that they begin with, above 0 where only some of the keys in
-    front of it are kept.
+    Attributes:
+        committed: positions before it are final; those of the last block (from `committed` on) are as its steps left
+            them, since no later step would read a commit. 0 for a bidirectional model, which has no final ones.
+        layers: per layer K and V [positions, Hkv, D], after RoPE.
+        first: position that they begin with, above 0 if only some of the keys in front of it are kept.
     """
 
     committed: int
@@ -26,7 +27,13 @@ class SequenceKV:
 
 @dataclass(frozen=True)
 class Generation:
-    """token_ids: per prompt the new tokens, without the stop token; kv: per prompt, if it was asked for."""
+    """Result of `generate`.
+
+    Attributes:
+        token_ids: per prompt the new tokens, without the stop token.
+        stats: counts and times.
+        kv: keys and values per prompt, if they were asked for.
+    """
 
     token_ids: list[list[int]]
     stats: GenerationStats
@@ -35,7 +42,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a generation is: prompts finished, prompts in all, tokens decoded so far."""
+    """Progress of a generation: prompts finished, prompts in all, tokens decoded so far."""
 
     finished: int
     prompts: int

@@ -1,4 +1,4 @@
-"""Paged caches of many sequences: keys and values, and whatever else a program keeps per position."""
+"""Paged caches of many sequences: keys and values, and other values that a program keeps per position."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ from dgraph.spec import ModelSpec
 
 NO_PAGE = -1
 PARTS = 2
-"""Windows of a prompt that a call prefills of one sequence at most, where keys behind a window are let go."""
+"""Windows of a prompt that a call prefills of one sequence at most, if keys behind a window are dropped."""
 SPARE = 32
-"""A pool that may grow gets one page more for so many: batches after the first are seldom of its size to the page, and
-CUDA graphs that read a cache are recorded anew when it has grown."""
+"""A pool that may grow gets one spare page for every 32.
+
+Later batches seldom have exactly the size of the first, and CUDA graphs that read a cache are recorded anew when it has
+grown.
+"""
 
 
 class KVStore:
-    """Paged caches of declared shapes, and who owns which page.
+    """Paged caches of declared shapes, and the owners of each page.
 
     Position p of a sequence lives at cache[table[p // page], p % page] in every cache. Pages are handed out
     when a sequence is allocated or extended and come back when it is freed; the caches grow when too few are free.
-    Growing replaces the tensors, so ask for `tensors()` after the last `allocate`. Several may own a page: whoever
-    wants it to live on, `retain`s it, and it is free when all have dropped it.
+    Growing replaces the tensors, so ask for `tensors()` after the last `allocate`. A page may have several owners: each
+    `retain`s it, and it is free when all have dropped it.
 
-    Caches of layers with a window are in pages of their own, one `Ring` for each window that is declared. Whatever is
-    said here of pages is said of those of the other layers; a sequence gets both, and loses both, together.
+    Caches of layers with a window are in pages of their own, one `Ring` for each declared window. Statements here about
+    pages hold for those of the other layers; a sequence gets both, and loses both, together.
 
     Args:
-        caches: declarations of inputs per position, `("pages", "page", ...)`; of each its own sizes and dtype.
+        caches: declarations of inputs per position, `("pages", "page", ...)`, each with its own sizes and dtype.
         page_size: positions of a page.
-        device: where they are.
+        device: device of the caches.
         prefilled: names of those that prompts are written to; None for all.
 
     Attributes:
         limit: the most pages that there may be; None for as many as memory holds.
-        spare: pages that whoever `keep`s them owns alone, and could do without.
-        reclaim: asked for so many pages when too few are free, and the pool may not grow: drops what it can do without.
+        spare: pages whose only owner `keep`s them, and could do without.
+        reclaim: called with a number of pages when too few are free and the pool may not grow; drops spare pages.
         rings: the pages of layers with a window, by window.
-        renews: whether something begins anew with each block.
+        renews: True if some cache is reset with each block.
 
     Raises:
         InputError: page_size below 1, or a cache whose sizes are not numbers.
@@ -78,7 +81,7 @@ class KVStore:
         self._next = 0
 
     def declare(self, caches: Iterable[InputSpec]) -> None:
-        """Make the caches that are not there yet, with as many pages as the others.
+        """Make the caches that do not exist yet, with as many pages as the others.
 
         Raises:
             InputError: a cache whose sizes are not numbers.
@@ -96,7 +99,7 @@ class KVStore:
                 self._caches[spec.name] = self._empty(spec.name, self._pages)
 
     def unlimited(self) -> None:
-        """Let the pool grow by need; if nobody owns a page, it begins with none."""
+        """Let the pool grow as needed; if no page is owned, it begins with no pages."""
         self.limit, self.reclaim = None, lambda pages: None
         if not any(self._owners):
             self._pages, self._free, self._owners = 0, [], []
@@ -135,7 +138,7 @@ class KVStore:
         return sum(math.prod(spec.element) * spec.dtype.itemsize for spec in self._specs.values())
 
     def pool_bytes(self, pages: int, rings: Iterable[int] = ()) -> int:
-        """Bytes of so many pages, and so many of each ring."""
+        """Bytes of that many pages, and that many of each ring."""
         stores = zip((self, *self.rings.values()), (pages, *rings), strict=True)
         return sum(count * each.page_size * each.position_bytes for each, count in stores)
 
@@ -146,16 +149,20 @@ class KVStore:
         shared: Sequence[Sequence[int]] | None = None,
         rings: Sequence[Sequence[int]] | None = None,
     ) -> list[int]:
-        """Room for one sequence per entry, for that many positions; returns their handles in order.
+        """Allocate room for one sequence per entry, for that many positions; return their handles in order.
 
-        first: of each sequence, the first position that needs a page; those on pages before it have none. shared: of
-        each sequence, pages that it begins with, which others own as well. rings: of each sequence, how many pages it
-        gets in each ring for its whole life (see `ring_pages`); default as many as for all of its positions.
-        What a page holds at first is what its cache is declared to begin a response with; else finite but arbitrary:
-        zeros, or what an earlier sequence left.
+        A page begins with its cache's declared initial value if that is reset with a response. Else its values are
+        finite but arbitrary: zeros, or those of an earlier sequence.
+
+        Args:
+            tokens: positions of each sequence.
+            first: the first position of each sequence that needs a page; positions on pages before it have none.
+            shared: pages that each sequence begins with, which others own as well.
+            rings: pages of each sequence in each ring for its whole life (see `ring_pages`); default as many as for all
+                of its positions.
 
         Raises:
-            PoolFull: more pages than are free, where the pool may not grow.
+            PoolFull: more pages than are free, in a pool that may not grow.
         """
         absent = [0] * len(tokens) if first is None else [n // self.page_size for n in first]
         given = [[] for _ in tokens] if shared is None else shared
@@ -184,17 +191,18 @@ class KVStore:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Windows behind which keys are let go, those of a prompt among them."""
+        """Windows behind which keys are dropped, those of a prompt among them."""
         return tuple(window for window, ring in self.rings.items() if ring.prefilled)
 
     def renew(self, sequences: Sequence[int]) -> None:
-        """Begin a block of each of those sequences: what is kept for a block alone holds its initial value again."""
+        """Begin a block of each of those sequences: caches that last for a block are reset to their initial values."""
         for ring in self.rings.values():
             ring._reset([page for sequence in sequences for page in ring._pages_of(sequence)])
 
     def ring_pages(self, tokens: int, rows: int, prompt: int = 0) -> tuple[int, ...]:
-        """Pages that a sequence of so many positions takes in each ring, where a step forwards at most `rows` of its
-        rows, and a call that prefills `prompt` of them.
+        """Pages that a sequence of `tokens` positions takes in each ring.
+
+        A step forwards at most `rows` of its rows, and a prefill call at most `prompt` of them.
         """
         return tuple(r.pages_of(tokens, max(rows, prompt) if r.prefilled else rows) for r in self.rings.values())
 
@@ -203,24 +211,26 @@ class KVStore:
         return max(block, PARTS * max(self.windows) // block * block) if self.windows else None
 
     def settle(self, sequence: int, start: int, rows: int) -> None:
-        """Give back what a sequence has no more use for in rings: from now on a call forwards at most `rows` of its
-        rows, none before the position `start`.
+        """Give back the ring pages that a sequence no longer needs.
+
+        From now on a call forwards at most `rows` of its rows, none before the position `start`.
         """
         for ring in self.rings.values():
             ring.settle(sequence, start, rows)
 
     def reserve(self, pages: int) -> None:
-        """Make so many pages now, and no more if nobody owns any. Caches that grow later are replaced, and CUDA graphs
-        that read them captured anew.
+        """Make `pages` pages now; if no page is owned, exactly that many.
+
+        Caches that grow later are replaced, and CUDA graphs that read them are captured anew.
         """
         if pages > self._pages or (pages < self._pages and not any(self._owners)):
             self._grow(pages)
 
     def extend(self, sequence: int, tokens: int) -> bool:
-        """Room for that many positions of a sequence in all; whether it got more pages.
+        """Give a sequence room for that many positions in all; return True if it got more pages.
 
         Raises:
-            PoolFull: more pages than are free, where the pool may not grow.
+            PoolFull: more pages than are free, in a pool that may not grow.
         """
         owned = self._pages_of(sequence)
         missing = self.pages_for(tokens) - len(owned)
@@ -231,19 +241,19 @@ class KVStore:
         return True
 
     def retain(self, page: int) -> None:
-        """Own a page that somebody owns, too."""
+        """Add an owner to a page that is owned."""
         self.spare -= self._alone(page)
         self._owners[page] += 1
 
     def drop(self, page: int) -> None:
-        """Give up a page; it is free if nobody else owns it."""
+        """Remove an owner of a page; without owners it is free."""
         self._owners[page] -= 1
         self.spare += self._alone(page)
         if self._owners[page] == 0:
             self._free.append(page)
 
     def keep(self, page: int) -> None:
-        """Own a page that somebody owns, until it is needed: it is spare when all others have dropped it."""
+        """Add an owner to an owned page until the page is needed: it is spare when all others have dropped it."""
         self.retain(page)
         self._kept.add(page)
 
@@ -257,7 +267,7 @@ class KVStore:
         return self._owners[page] == 1 and page in self._kept
 
     def owners(self, page: int) -> int:
-        """How many own a page."""
+        """Number of owners of a page."""
         return self._owners[page]
 
     def owned(self, sequence: int) -> tuple[int, ...]:
@@ -286,11 +296,11 @@ class KVStore:
         return pages
 
     def _reset(self, pages: list[int]) -> None:
-        """What begins anew with a response, or with a block, on those pages."""
+        """Reset the caches that begin anew with a response, or with a block, on those pages."""
         self._fill(pages, (spec for spec in self._specs.values() if spec.reset != "never"))
 
     def _fill(self, pages: list[int], specs: Iterable[InputSpec]) -> None:
-        """Let some caches hold their initial values on those pages."""
+        """Set those pages of some caches to the initial values."""
         initial = {spec.name: spec.initial for spec in specs}
         if initial and pages:
             (index,) = upload(self.device, torch.tensor(pages))
@@ -298,7 +308,7 @@ class KVStore:
                 self._caches[name][index] = value  # `index_fill_` does not know float8
 
     def clear(self, sequence: int) -> None:
-        """Make what a sequence has written finite again: its numbers went wrong."""
+        """Reset the pages that a sequence owns alone to finite initial values, after its numbers went wrong."""
         pages = [page for page in self._pages_of(sequence) if page != NO_PAGE and self._owners[page] == 1]
         self._fill(pages, self._specs.values())
         for ring in self.rings.values():
@@ -314,7 +324,7 @@ class KVStore:
             ring.free(sequence)
 
     def release(self, sequence: int, first: int) -> None:
-        """Hand those pages of a sequence back that hold positions before `first` only."""
+        """Hand back those pages of a sequence that only hold positions before `first`."""
         owned = self._pages_of(sequence)
         for i in range(min(first // self.page_size, len(owned))):
             if owned[i] != NO_PAGE:
@@ -324,7 +334,7 @@ class KVStore:
     def page_table(self, sequences: Sequence[int], rows: int = 0, columns: int = 0) -> Tensor:
         """i32[b, P] on the host, P the most pages of any of them; -1 where a sequence has no page.
 
-        rows, columns: at least so many; rows past the sequences belong to none.
+        rows, columns: the least size of the table; rows past the sequences are -1.
         """
         pages = [self._columns(s, columns) for s in sequences]
         shape = max(rows, len(pages)), max([columns, *map(len, pages)])
@@ -346,7 +356,7 @@ class KVStore:
         return found
 
     def gather(self, name: str, sequence: int, tokens: int | None = None, first: int = 0) -> Tensor:
-        """A copy of what a cache holds [tokens - first, ...] of positions first .. tokens-1 (default: all pages).
+        """[tokens - first, ...]: a copy of a cache at positions first .. tokens-1 (default: all pages).
 
         Raises:
             DgraphError: a cache that does not exist or keeps a window alone, or a position without a page.
@@ -403,14 +413,14 @@ class KVStore:
 class Ring(KVStore):
     """Pages of layers whose rows see a window: a sequence has a few, which its positions take in turn.
 
-    Position p of a sequence of n pages lives at cache[ring[p // page % n], p % page], so its page table repeats its
-    pages and never changes while it is decoded. Who forwards at most r rows of a sequence at a time, in the order of
-    their positions, reads and writes r + window - 1 neighbouring positions, which differ modulo the n * page places
-    of a ring if there are as many of these: no row finds a position overwritten that it sees. What it does not see may
-    be.
+    Position p of a sequence of n pages lives at cache[ring[p // page % n], p % page]. So its page table repeats its
+    pages and never changes while it is decoded. A call forwards at most r rows of a sequence, in the order of their
+    positions; it reads and writes r + window - 1 neighbouring positions. These have places of their own if a ring has
+    at least that many places (n * page). So no row finds a position overwritten that it sees; positions out of its
+    sight may be.
 
     Attributes:
-        prefilled: whether prompts are written to it.
+        prefilled: True if prompts are written to it.
     """
 
     def __init__(self, window: int, *, page_size: int, device: torch.device | str = "cpu"):
@@ -418,7 +428,7 @@ class Ring(KVStore):
         super().__init__((), page_size=page_size, device=device)
 
     def pages_of(self, tokens: int, rows: int) -> int:
-        """Pages that a sequence of so many positions takes, where a call forwards at most `rows` of its rows."""
+        """Pages that a sequence of `tokens` positions takes, if a call forwards at most `rows` of its rows."""
         return min(self.pages_for(tokens), ring_size(self.window, rows, self.page_size))
 
     def settle(self, sequence: int, start: int, rows: int) -> None:
@@ -436,23 +446,26 @@ class Ring(KVStore):
 
 
 def ring_size(window: int, rows: int, page: int) -> int:
-    """Pages that hold rows + window - 1 neighbouring positions (see `Ring`), and all pages that have any of the
-    window - 1 before a step's rows, which `Ring.settle` keeps.
+    """Pages of a ring: enough for rows + window - 1 neighbouring positions (see `Ring`).
+
+    They are also enough for all pages with any of the window - 1 positions before a step's rows, which `Ring.settle`
+    keeps.
     """
     return max(-(-(rows + window - 1) // page), -(-(window - 2) // page) + 1)
 
 
 def page_size_for(block: int, device: torch.device) -> int:
-    """Positions per KV page: attention on a GPU reads pages of about 128 fastest, a block does elsewhere."""
+    """Positions per KV page: about 128 on a GPU, which attention reads fastest; a block elsewhere."""
     return block * max(1, 128 // block) if device.type == "cuda" else block
 
 
 def check_page_size(spec: ModelSpec, page_size: int | None) -> int:
-    """Positions of a page, default the block length: a multiple or a divisor of it, so that a block never straddles
-    more pages than it must.
+    """Positions of a page, default the block length.
+
+    A size is a multiple or a divisor of the block length, so that a block never straddles more pages than it must.
 
     Raises:
-        InputError: neither of them.
+        InputError: it is neither.
     """
     size = spec.block_length if page_size is None else page_size
     if size < 1 or (size % spec.block_length and spec.block_length % size):

@@ -12,8 +12,8 @@ from torch import Tensor
 class Mapped:
     """Memory of the host that a device writes as its own, and an event that tells when it has.
 
-    Both may be part of a CUDA graph: on an H100 they hold up what follows them there by 2 us, and a copy to the host by
-    8. Whoever reads must have launched what writes.
+    Both may be part of a CUDA graph: on an H100 they delay the launches after them there by 2 us, and a copy to the
+    host delays them by 8 us. The launch that writes must come before the read.
 
     Args:
         shape, dtype: of the numbers.
@@ -34,22 +34,23 @@ class Mapped:
             self._event = torch.cuda.Event(external=True)
 
     def post(self) -> None:
-        """What is launched until now writes what is read."""
+        """Record the event: `read` waits for all writes that were launched before."""
         if self._event is not None:
             if self.tensor.data_ptr() != self._memory.data_ptr():  # another device has pinned it
                 self._memory.copy_(self.tensor, non_blocking=True)
             self._event.record()
 
     def read(self) -> NDArray[Any]:
-        """The numbers as they were posted last, once they are there; they last until the device writes again."""
+        """Wait for the numbers that were posted last; they last until the device writes again."""
         if self._event is not None:
             self._event.synchronize()
         return self._values
 
 
 class _Exported:
-    """Pinned memory as torch takes it for a device's. It holds nothing else, or a tensor and its owner would hold each
-    other where nothing collects them.
+    """Pinned memory in the form that torch takes for a device's.
+
+    It holds nothing else: a tensor and its owner would hold each other, and they would never be collected.
     """
 
     def __init__(self, memory: Tensor):

@@ -1,7 +1,7 @@
-"""What the decode loop offers to programs: one table of the inputs that it computes for each step.
+"""Inputs that the decode loop offers to programs: one table of the inputs that it computes for each step.
 
-A program reads an input by declaring it (`InputSpec`). What no program reads is not computed. Rows that pad a step
-belong to no sequence: their tokens, positions and limits are 0, their flags False.
+A program reads an input by declaring it (`InputSpec`). Inputs that no program reads are not computed. Rows that pad a
+step belong to no sequence: their tokens, positions and limits are 0, their flags False.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Moment:
     """A step that is about to run.
 
     Attributes:
-        rows, state, rule: of it.
-        keys: how many rows its `key_positions` have; None: as many as its canvas has positions.
+        rows, state, rule: its rows, the state of its sequences, and how they are decoded.
+        keys: number of rows of `key_positions`; None: one for each position of the canvas.
     """
 
     rows: StepRows
@@ -42,11 +42,11 @@ class Offer:
 
     Attributes:
         dtype, per: as an `InputSpec` declares them.
-        value: computes it; None where the caches hold it.
-        needs: what the session must have for it: a "plan" of rows, one that "hides" rows, a plan of "kv", a model whose
-            rows say their "modes"; "" for nothing.
-        fixed: whether it stays as it is before the first step.
-        late: computed before the programs that read it, and not with every step.
+        value: computes it; None if the caches hold it.
+        needs: requirement on the session; "" for none. "plan": a row plan; "hides": a row plan that hides rows;
+            "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised).
+        fixed: True of a rule under which it stays as it is before the first step.
+        late: True if it is computed right before the programs that read it, and not with every step.
     """
 
     dtype: torch.dtype
@@ -114,15 +114,15 @@ OFFERS: dict[str, Offer] = {
     "masked": Offer(torch.bool, "row", lambda at: at.rows.masked),
     "candidate": Offer(torch.bool, "row", lambda at: at.rows.candidate),
     "cu_rows": Offer(torch.int32, "offsets", lambda at: at.rows.cu_rows),
-    # What the row predicts is a draft, which a later step verifies.
+    # The row's prediction is a draft, which a later step verifies.
     "drafted": Offer(torch.bool, "row", _drafted),
     # Everything is recomputed for the row; its token was decoded in the step before, or `full`.
     "full": Offer(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
     "changed": Offer(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),
-    # Whether the row is encoded, else denoised; from where windows count back.
+    # The row is encoded (else denoised); the position from which windows count back.
     "encoded": Offer(torch.bool, "row", lambda at: _given(at.rows.encoded), needs="modes"),
     "origin": Offer(torch.int32, "row", lambda at: _given(at.rows.origin), needs="modes"),
-    # Where a row's keys lie in the pages of its sequence.
+    # Places of the rows' keys in the pages of their sequences.
     "slots": Offer(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
     # Draws: see `dgraph.runtime.seeds`.
     "temperature": Offer(torch.float32, "row", _temperature, fixed=lambda rule: not rule.draws),
@@ -150,13 +150,14 @@ OFFERS: dict[str, Offer] = {
         torch.int32, "offsets", lambda at: offsets_of(at.state.seen_keys().sum(dim=1)), needs="kv", late=True
     ),
 }
-"""By name; a name means the same in every program and on every family."""
+"""Inputs by name; a name means the same in every program and on every family."""
 
 
 def computed(names: Iterable[str], at: Moment, late: bool | None = None, fixed: bool = True) -> dict[str, Tensor]:
-    """Those of the named inputs that the loop computes.
+    """Compute the named inputs that the loop offers; other names are left out.
 
-    late: only those that are computed late, or the others; None for both. fixed: also those that never change.
+    late: only those that are computed late (True), or the others (False); None for both. fixed: also those that never
+    change.
     """
     found = {}
     for name in names:
@@ -169,7 +170,7 @@ def computed(names: Iterable[str], at: Moment, late: bool | None = None, fixed: 
 
 
 def initial_states(specs: Iterable[InputSpec], sequences: int, device: torch.device) -> dict[str, Tensor]:
-    """Of the declared inputs, the states per sequence, as they are in a first step."""
+    """Initial values of the carried states among the declared inputs: [sequences, ...] each."""
     return {
         spec.name: torch.full((sequences, *spec.element), spec.initial, dtype=spec.dtype, device=device)
         for spec in specs
@@ -178,7 +179,7 @@ def initial_states(specs: Iterable[InputSpec], sequences: int, device: torch.dev
 
 
 def declared(programs: Mapping[str, Mapping[str, InputSpec]]) -> dict[str, InputSpec]:
-    """All inputs of a session's programs, by name; `programs` has those of each.
+    """Merge the inputs of a session's programs, by name; `programs` has those of each.
 
     Raises:
         LoweringError: two programs declare one name differently.

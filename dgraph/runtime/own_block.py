@@ -17,7 +17,7 @@ from dgraph.runtime.rows import packed
 class OwnBlockState(DecodeState):
     """A `DecodeState` whose rows are those of one block, and see up to its end.
 
-    tokens i64[b, W]: what its rows read, with the block's own in the last B columns. masked bool[b, B]: columns of the
+    tokens i64[b, W]: tokens of its rows, those of the block in the last B columns. masked bool[b, B]: columns of the
     block that are not decoded yet.
     """
 
@@ -44,12 +44,15 @@ class OwnBlockState(DecodeState):
         return self.start + self.block
 
     def _window(self, plan: KVPlan, response: Tensor) -> Tensor:
-        """i32[b, 2]: what is always seen under a plan; response i64[b]: where that window begins if it is that."""
+        """i32[b, 2]: positions that are always seen under a plan.
+
+        response i64[b]: begin of that window if it is the response and not the block.
+        """
         begin = self.start if plan.window == "block" else response
         return torch.stack([begin, torch.maximum(self.end, self.start) + self.block], dim=1).int()
 
     def _around_block(self, plan: KVPlan) -> Tensor:
-        """i64[b]: what the next step does about keys outside of the block, where that is the window."""
+        """i64[b]: the next step's action on keys outside of the block, if the block is the window."""
         dense = torch.where(self.forwards < plan.delay, DENSE, REUSE)
         selects = self.forwards == plan.delay
         if plan.every:
@@ -59,12 +62,13 @@ class OwnBlockState(DecodeState):
 
 @dataclass
 class MixingState(OwnBlockState):
-    """An `OwnBlockState` whose first steps may encode what is left of prompts: as many of the positions right before
-    the current block as the host says ride in the forward of the first step. They have columns of their own, before
-    those of `pending`, since only a first step has any.
+    """An `OwnBlockState` whose first steps may encode the rest of prompts.
 
-    pending bool[b, W]: forwarded in the next step, of the columns that `tokens` has. mixed i64[b]: rows of the prompt
-    that the next step encodes. Fixed: most_mixed: such rows in one step at most, of all sequences together.
+    The rows of the last `mixed` positions before the current block are part of the forward of the first step. They have
+    columns of their own, before those of `pending`, since only a first step has any.
+
+    pending bool[b, W]: columns of `tokens` that the next step forwards. mixed i64[b]: rows of the prompt that the next
+    step encodes. Fixed: most_mixed: such rows in one step at most, over all sequences.
     """
 
     pending: Tensor
@@ -82,12 +86,14 @@ class MixingState(OwnBlockState):
         return pending & self.active[:, None]
 
     def _own_live(self) -> Tensor:
-        """bool[b, W]: of `pending`, what the next step forwards."""
+        """bool[b, W]: columns of `pending` that the next step forwards."""
         return self.live()[:, self.most_mixed :]
 
     def _placed(self, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of each row of the next step its sequence i64[N] and column i64[N], 0 for padding and below 0 for rows of a
-        prompt; bool[N], whether it is none of the padding; i32[b+1], where sequences begin.
+        """Places of the N rows of the next step.
+
+        i64[N]: sequence; i64[N]: column, 0 for padding and below 0 for rows of a prompt; bool[N]: the row is not
+        padding; i32[b+1]: where sequences begin.
         """
         live = self.live()
         index, cu_rows = packed(live, capacity, self.most_mixed)
@@ -96,6 +102,6 @@ class MixingState(OwnBlockState):
         return index // width * real, (index % width - self.most_mixed) * real, real, cu_rows
 
     def _encoded_prompts(self) -> None:
-        """The step is over: its sequences have encoded what it forwarded of their prompts."""
+        """Reset `mixed` after a step, which has encoded these rows of the prompts."""
         if self.most_mixed:
             self.mixed = torch.zeros_like(self.mixed)

@@ -1,4 +1,4 @@
-"""Packed keys and values of many sequences: what each KV head keeps of what its window does not show."""
+"""Packed keys and values of many sequences: the entries outside of the window that each KV head keeps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dgraph.shapes import InputSpec
 
 
 class _Runs:
-    """Who has which run of a line of entries: first fit."""
+    """Allocator of runs of entries for slots: first fit."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[int, int]] = []  # (first, end), ascending
         self._of: dict[int, tuple[int, int]] = {}
 
     def take(self, slot: int, count: int) -> int:
-        """The first entry of a run of so many that nobody else has."""
+        """Allocate a free run of `count` entries for a slot, in place of its last run; return its first entry."""
         self.drop(slot)
         begin = 0
         for first, end in self._taken:
@@ -39,7 +39,7 @@ class _Runs:
         return self._of[slot]
 
     def others(self, slots: Sequence[int]) -> bool:
-        """Whether a slot that is not among these has a run."""
+        """True if a slot that is not among these has a run."""
         return not self._of.keys() <= set(slots)
 
     def drop(self, slot: int) -> None:
@@ -49,19 +49,24 @@ class _Runs:
 
 
 class PackedKV:
-    """Per layer the caches [entries, ...] that its passes declared (keys, values, positions), how many entries each
-    head of each sequence has i32[sequences, Hkv], and where a sequence's begin.
+    """Packed caches of all layers.
 
-    A slot owns a run of entries in every layer, as long as its plan lets its sequence keep at most. Within it the
-    heads' entries follow one another. Caches grow by need, which keeps what they hold; growing replaces the tensors, so
-    ask for `tensors()` after `open`.
+    Each layer has the caches [entries, ...] that its passes declared (keys, values, positions). It also has the number
+    of entries of each head of each sequence, i32[sequences, Hkv], and the first entry of each sequence.
+
+    A slot owns a run of entries in every layer; its length is the most that the plan lets its sequence keep. Within a
+    run the heads' entries follow one another. Caches grow as needed and keep their entries. Growing replaces the
+    tensors, so ask for `tensors()` after `open`.
 
     Args:
         caches: declarations of packed inputs, `("entries", ...)` and one `("sequences", Hkv)` of each layer, with the
             layer that they belong to.
-        layers: of the model.
+        layers: number of layers of the model.
         plan: how many entries a sequence keeps.
-        device: where they are.
+        device: device of the caches.
+
+    Raises:
+        InputError: a declaration without a layer.
     """
 
     def __init__(self, caches: Iterable[InputSpec], layers: int, plan: KVPlan, device: torch.device | str = "cpu"):
@@ -86,7 +91,7 @@ class PackedKV:
         return sum(t.numel() * t.element_size() for t in self._caches.values())
 
     def widen(self, slots: int) -> None:
-        """Make room for the counts of so many slots; what was packed before is forgotten."""
+        """Make room for the counts of that many slots; entries packed before are forgotten."""
         self._runs = {like: _Runs() for like in self._runs}
         self._start = torch.zeros(len(self._start), slots, dtype=torch.int32, device=self.device)
         for spec in self._counts.values():
@@ -100,8 +105,8 @@ class PackedKV:
         """Make room for sequences, which have nothing packed yet.
 
         Args:
-            slots: their rows of the batch; what was packed for those before them is forgotten.
-            candidates: of each, positions outside of its window, at most.
+            slots: their rows of the batch; entries of earlier sequences in these slots are forgotten.
+            candidates: positions of each sequence outside of its window, at most.
         """
         found: dict[tuple[int, int], tuple[list[int], int]] = {}
         starts = torch.zeros(len(self._start), len(slots), dtype=torch.int32)
@@ -121,8 +126,9 @@ class PackedKV:
         self._start.index_copy_(1, at, starts)
 
     def reserve(self, slots: int, candidates: int, limit: int | None = None) -> bool:
-        """Make room now for so many sequences of so many candidates each, unless that takes more than `limit` bytes;
-        whether it was made. Caches that grow later are replaced, and CUDA graphs that read them recorded anew.
+        """Make room now for `slots` sequences of `candidates` candidates each; False if that exceeds `limit` bytes.
+
+        Caches that grow later are replaced, and CUDA graphs that read them are recorded anew.
         """
         keeps, bytes, entries = any(runs.others(()) for runs in self._runs.values()), 0, dict[int, int]()
         for layer, spec in self._counts.items():
@@ -136,13 +142,13 @@ class PackedKV:
         return True
 
     def give_back(self) -> None:
-        """Let go of the room for entries; nobody has any."""
+        """Free the room for entries, when no slot has any."""
         for spec in (spec for specs in self._entries.values() for spec in specs):
             if spec.name in self._caches:
                 self._caches[spec.name] = self._zeros(spec, 0)
 
     def clear(self, slot: int) -> None:
-        """Make what a slot has packed finite again: its numbers went wrong."""
+        """Zero the entries of a slot, after its numbers went wrong."""
         for layer in self._counts:
             begin, end = self._runs[self._like(layer)].of(slot)
             for spec in self._entries.get(layer, []):
@@ -158,7 +164,7 @@ class PackedKV:
         return {**self._caches, "pack_start": self._start}
 
     def _like(self, layer: int) -> tuple[int, int]:
-        """Equal for layers that keep equally many entries of as many candidates."""
+        """Key that is equal for layers that keep equally many entries of equally many candidates."""
         return pairs_of(self.plan.pairs, layer), self._counts[layer].element[0]
 
     def _grow(self, layer: int, entries: int, keeps: bool) -> None:

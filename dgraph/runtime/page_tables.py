@@ -1,4 +1,4 @@
-"""Where the pages of each slot are, as programs read it."""
+"""Page tables of the slots of a batch, as programs read them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dgraph.runtime.upload import upload
 
 
 class PageTables:
-    """Tables on the device that stay where they are, i32[slots, pages] each, by the names that programs ask for.
+    """Page tables at fixed addresses on the device, i32[slots, pages] each, by the names that programs ask for.
 
-    Pages come and go while a step runs; what has changed is written all at once before the next, for which the device
-    waits. Slots that nobody has had yet are on the first page, where the rows of nobody's requests read and write.
+    Pages come and go while a step runs; all changes are written at once before the next step, for which the device
+    waits. Slots that have had no request yet point to page 0, where dummy rows read and write.
 
     Args:
-        kv: whose pages they are.
+        kv: the store that owns the pages.
         count: sequences of a slot; two under guidance.
-        slots, pages: how large they are.
+        slots, pages: sizes of a table.
     """
 
     def __init__(self, kv: KVStore, count: int, slots: int, pages: int):
@@ -35,7 +35,7 @@ class PageTables:
         self._stale.update(slots)
 
     def left(self, slots: Iterable[int]) -> None:
-        """Note that nobody has slots any more; their rows stay as they are."""
+        """Note that slots are free again; their rows stay as they are."""
         self._stale.difference_update(slots)
 
     def of(self, place: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Forwards of nobody's rows: what records CUDA graphs ahead, so that no request waits for one."""
+"""Dummy forwards that record CUDA graphs before the first request, so that no request waits for a recording."""
 
 from __future__ import annotations
 
@@ -15,21 +15,26 @@ from dgraph.runtime.requests import step_rows
 from dgraph.runtime.rows import idle_rows, key_sizes
 
 KEY_SIZES = 3
-"""So many numbers of rows of keys are recorded ahead at most, the smallest ones. Of a model with 8 KV heads of 128, a
-step gathers 1 GiB of keys and values for the third of them, and 4 GiB for the fourth, which graphs would hold for good.
+"""Sizes of key rows that are recorded ahead at most, the smallest ones.
+
+With 8 KV heads of 128, a step gathers 1 GiB of keys and values for the third size. The fourth would take 4 GiB, which
+graphs would hold permanently.
 """
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A forward of a program on so many rows. keys: rows of keys of a step in which sequences see everything."""
+    """A dummy forward of a program on `rows` rows.
+
+    keys: rows of keys of a step in which sequences see everything; None for other steps.
+    """
 
     program: Program
     rows: int
     keys: int | None = None
 
     def run(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Run it on idle rows of a batch in which nothing runs; what it gives."""
+        """Run it on idle rows of a batch in which no step runs, and return its outputs."""
         shape, state, device = batch.shape, batch.advance.state, batch.kv.device
         idle = replace(state, active=torch.zeros_like(state.active))
         rows = idle_rows(self.rows, shape.slots, shape.block, device)
@@ -39,12 +44,17 @@ class Rehearsal:
 
 
 def rehearsals(batch: Batch, sequences: int, tokens: int, graphs: int, steps: bool = True) -> list[Rehearsal]:
-    """What records the graphs of at most so many sequences of so many positions each: of steps, of prompts, and then of
-    steps in which sequences choose what they keep, for each number of rows of keys that they may have.
+    """Forwards that record the graphs of at most `sequences` sequences of `tokens` positions each.
+
+    They are steps, then prompts, and then steps in which sequences choose the keys that they keep. The last kind is
+    recorded for each size of key rows that such a step may have, see `KEY_SIZES`.
 
     Args:
-        graphs: recorded in all, at most; what is left out are steps in which sequences choose.
-        steps: False: of prompts alone.
+        batch: an idle batch of the shape to record.
+        sequences: sequences at most.
+        tokens: positions of each, at most.
+        graphs: number of graphs in all, at most; steps in which sequences choose are left out beyond it.
+        steps: False records prompts only.
     """
     programs, most = batch.programs, (sequences, tokens)
     found = [*(_steps_of(batch, programs.step, *most) if steps else ()), *_prompts_of(batch, *most)]
@@ -78,8 +88,9 @@ def _prompts_of(batch: Batch, sequences: int, tokens: int) -> list[Rehearsal]:
 
 
 def _recorded(program: Program, least: int, most: int) -> list[int]:
-    """A number of rows for each bucket that those from `least` to `most` fall into, if it is recorded. The largest is
-    the first: the buffers that it gets serve the others.
+    """A row count for each recorded bucket into which the counts from `least` to `most` fall.
+
+    The largest comes first: its buffers serve the others.
     """
     limit = program.graph_rows
     sizes = [size for size in program.bucket_sizes(most) if size >= least and (limit is None or size <= limit)]
@@ -87,8 +98,11 @@ def _recorded(program: Program, least: int, most: int) -> list[int]:
 
 
 def _key_sizes(batch: Batch, rows: int, tokens: int) -> list[int]:
-    """How many rows of keys a step of so many rows may have, ascending: those of as many sequences as these are blocks,
-    which see all of their positions, or, where they forward all that they see, these rows and a block each.
+    """Sizes of key rows that a step of `rows` rows may have, ascending.
+
+    The step has as many sequences as `rows` has blocks, at most one per slot. A sequence of a block-causal model sees
+    all of its positions and a block more. Sequences of a bidirectional model forward all that they see: together these
+    rows, and a block each.
     """
     slots, block = batch.shape.slots, batch.shape.block
     sizes = key_sizes(min(slots, -(-rows // block)) * ((tokens if batch.causal else block) + block))

@@ -1,9 +1,10 @@
 """The state of models without a mask token: a canvas of random tokens that is drawn again until it is done.
 
-A step of one mode denoises the canvas: all of its rows see all of it and what comes before, and what they predict is
-drawn. Which draws the next step finds on the canvas, and whether the canvas is done, the policy says; elsewhere it
-finds new random tokens. Then a step of the other mode encodes the canvas: each row sees itself and what comes before,
-and its keys are written for good. One program runs both, and one step may hold both, of different sequences.
+A step of one mode denoises the canvas: all of its rows see the canvas and the positions before it, and tokens are drawn
+from their predictions. The policy decides which draws the next step finds on the canvas, and when the canvas is done;
+all other positions get new random tokens. Then a step of the other mode encodes the canvas: each row sees itself and
+the positions before it, and its keys are final. One program runs both, and one step may hold both, of different
+sequences.
 
 Random tokens depend on (seed of the request, prompt, position, step) alone, as all draws do.
 """
@@ -27,11 +28,10 @@ from dgraph.runtime.seeds import WORD, random_ids
 class RenoisedState(OwnBlockState):
     """State of b sequences of such a model; see `DecodeState`. Attributes that the transitions replace, too:
 
-    tokens i64[b, B]: the canvas as the next step finds it, but for a first step, which finds random tokens; masked
-    bool[b, B]: not decoded yet, which is true of all of a canvas or of nothing; encodes bool[b]: the next step encodes
-    it.
+    tokens i64[b, B]: the canvas as the next step finds it, except for a first step, which finds random tokens; masked
+    bool[b, B]: not decoded yet, the same for all positions of a canvas; encodes bool[b]: the next step encodes it.
 
-    Fixed: vocab: how many tokens there are to draw from. On `canvas`, -1 stands where nothing is decoded.
+    Fixed: vocab: number of tokens to draw from. `canvas` holds mask_id (-1) at positions that are not decoded.
     """
 
     encodes: Tensor
@@ -53,11 +53,15 @@ class RenoisedState(OwnBlockState):
         plan: RowPlan | None = None,
         most_rows: int | None = None,
     ) -> RenoisedState:
-        """Before the first step; prompts are prefilled, and the first canvas follows them.
+        """Make the state before the first step; prompts are prefilled, and the first canvas follows them.
 
-        prompt i64[b]: indices among all prompts. max_new_tokens, for all or i64[b]. canvas i64[b, T]: prompts, then
-        mask_id, at least to the end of the longest sequence's last canvas. sequences: only the first so many take part,
-        default all; the others have no rows. Such a model has no plan.
+        Args:
+            canvas: i64[b, T], prompts, then mask_id, at least to the end of the longest sequence's last canvas.
+            prompt: i64[b], indices among all prompts.
+            prompt_end: i64[b].
+            sequences: number of sequences that take part, the first ones, default all; the others have no rows.
+            max_new_tokens: for all, or i64[b].
+            plan: None; such a model has no plan.
         """
         assert plan is None
         end = prompt_end + max_new_tokens

@@ -1,4 +1,4 @@
-"""What the host reads of a batch after a step: a few integers of each slot, and what is known of its block."""
+"""Report of a batch to the host after a step: a few integers per slot, and the tokens of its block."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ ALL_ROWS = REPORT.index("all_rows")
 class Report:
     """One report; see `DecodeState.report`.
 
-    Every name of `REPORT` is an attribute, i64[b]. Of the block that the step was about: `shown` i64[b, B], its tokens,
-    -1 where there is a mask; `confidence` f32[b, B], with which each was committed; `kept` bool[b, B], False where the
-    step evicted the row of a position.
+    Every name of `REPORT` is an attribute, i64[b]. The properties describe the block of the step.
     """
 
     def __init__(self, numbers: Numbers):
@@ -33,17 +31,17 @@ class Report:
 
     @property
     def shown(self) -> Numbers:
-        """i64[b, B]"""
+        """i64[b, B]: tokens of the block, -1 for masks."""
         return self._of_block("shown")
 
     @property
     def confidence(self) -> NDArray[np.float32]:
-        """f32[b, B]"""
+        """f32[b, B]: confidence with which each token was committed."""
         return self._of_block("shown_confidence").astype(np.int32).view(np.float32)
 
     @property
     def kept(self) -> NDArray[np.bool_]:
-        """bool[b, B]"""
+        """bool[b, B]: False if the step evicted the row of a position."""
         return self._of_block("shown_kept") != 0
 
     def named(self) -> dict[str, Numbers]:
@@ -57,12 +55,12 @@ class Report:
 
 
 def all_rows(numbers: Numbers) -> int:
-    """Rows of the next step, by a report as it arrived: the device waits for them, and not until the rest is read."""
+    """Rows of the next step, from a report as it arrived. The device waits for this number, but not for the others."""
     return int(numbers[0, ALL_ROWS])
 
 
 def broken(request: Request, start: int) -> DgraphError:
-    """The error of a request of which a step committed nothing, because of its numbers or of its rule."""
+    """Error for a request of which a step committed nothing, because of its numbers or of its rule."""
     rule = request.decoding.rule
     return DgraphError(
         f"program 'step' gave no usable confidence for prompt {request.index} (block at position {start}), or "

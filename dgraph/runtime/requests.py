@@ -1,4 +1,4 @@
-"""What a batch is made of: requests, how large it is, and what it runs."""
+"""Requests of a batch, its shape, and its programs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ Canvas = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and how it is continued.
+    """A prompt and the settings by which it is continued.
 
-    index: of the prompt among all of a call; draws and scripts depend on it. shared: pages of KV that its prompt begins
-    with, which are there already. steps: that it has had before, where it goes on after it has given way. canvas: its
-    response where that is given, None where it is to be decoded, as is all after it.
+    Attributes:
+        ids: tokens of the prompt.
+        decoding: the settings.
+        index: index of the prompt among all of a call; draws and scripts depend on it.
+        shared: KV pages that its prompt begins with, which hold its keys already.
+        steps: steps that it has had before, if it was preempted and goes on.
+        canvas: fixed tokens of the response, None at positions to decode; all positions after it are decoded.
     """
 
     ids: Sequence[int]
@@ -36,7 +40,7 @@ class Request:
 
     @classmethod
     def of(cls, ids: Sequence[int], decoding: Decoding, index: int, canvas: Canvas, spec: ModelSpec) -> Request:
-        """A request whose canvas may have a stop token: it ends the response, and the canvas with it."""
+        """Make a request; a stop token in the canvas ends the response, and the canvas with it."""
         first = sys.maxsize if decoding.ignore_eos else decoding.min_tokens
         end = next((at + 1 for at, token in enumerate(canvas) if at >= first and token in spec.eos_ids), None)
         if end is not None:
@@ -44,7 +48,7 @@ class Request:
         return cls(ids, decoding, index, canvas=canvas)
 
     def after(self, tokens: Sequence[int], steps: int) -> Request:
-        """What is left of it once its response begins with these tokens, which are prompt now, after so many steps."""
+        """Rest of the request after `steps` steps: these first tokens of its response become part of the prompt."""
         done = len(tokens)
         new, least = self.decoding.max_new_tokens - done, max(0, self.decoding.min_tokens - done)
         decoding = replace(self.decoding, max_new_tokens=new, min_tokens=least)
@@ -74,10 +78,17 @@ class Request:
 
 @dataclass
 class Running:
-    """A request in its slot. handles: its pages, and those of its twin without the prompt under guidance. prompt:
-    positions that are prefilled before its first step, or with it (see `prefilled_positions`); prefilled: how many are.
-    steps: that were launched for it; start: where its block began when it was last heard of, and `began`: steps it had
-    had then. mixed: whether its first step encodes what is left of its prompt.
+    """A request in its slot.
+
+    Attributes:
+        request: the request.
+        handles: handles of its pages, and of those of its twin without the prompt under guidance.
+        prompt: positions that are prefilled before its first step, or with it (see `prefilled_positions`).
+        prefilled: number of these that are prefilled already.
+        steps: steps that were launched for it.
+        start: start of its block by the last report in which it changed.
+        began: steps that it had had by that report.
+        mixed: True if its first step encodes the rest of its prompt.
     """
 
     request: Request
@@ -96,15 +107,21 @@ class Running:
 
     @property
     def ready(self) -> bool:
-        """Whether its first step may come, if it has not come yet."""
+        """True if its first step may run, or has run."""
         return self.mixed or not self.left
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a batch is. slots: sequences at a time; columns: of the canvas, a multiple of the block; pages: of a
-    sequence, at most; block: columns of a block; most_rows: rows of a step, None for as many as there may be; mixed:
-    rows of prompts among them, of all sequences together.
+    """Sizes of a batch.
+
+    Attributes:
+        slots: sequences at a time.
+        columns: columns of the canvas, a multiple of the block.
+        pages: pages of a sequence, at most.
+        block: columns of a block.
+        most_rows: rows of a step at most; None for no limit.
+        mixed: rows of prompts among these at most, over all sequences.
     """
 
     slots: int
@@ -117,7 +134,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Programs:
-    """What a batch runs. select: instead of `step` where some sequence chooses which keys it keeps; None if all are."""
+    """Programs of a batch.
+
+    Attributes:
+        step: program of a step.
+        select: program of a step in which some sequence chooses which keys it keeps; None if all are kept.
+        prefill: program of prompts; None if steps forward them.
+    """
 
     step: Program
     select: Program | None = None
@@ -127,8 +150,8 @@ class Programs:
 def prefilled_positions(request: Request, block: int, spec: ModelSpec) -> int:
     """Positions that are prefilled before the first step of a request, or with it.
 
-    Where the forward that writes keys predicts the next token, the last row before the response is left to the first
-    step, and with it what is written together: that row alone, or its block.
+    If the forward that writes keys predicts the next token, the last row before the response is left to the first step.
+    So are the rows that are written together with it: none, or those of its block.
     """
     if spec.attention != "block_causal":
         return 0
@@ -140,21 +163,26 @@ def prefilled_positions(request: Request, block: int, spec: ModelSpec) -> int:
 
 
 def step_rows(block: int, spec: ModelSpec) -> int:
-    """Rows that a step of a block-causal model forwards for one sequence, at most: those of a block, and those of the
-    block before it where these ride along to be written once more.
+    """Rows that a step of a block-causal model forwards for one sequence, at most.
+
+    They are the rows of a block. A model without two modes also forwards those of the block before it, to commit them.
     """
     return block if spec.two_modes else 2 * block
 
 
 def positions(request: Request, block: int, spec: ModelSpec) -> int:
-    """Positions of KV that a request takes in its whole life. A last block that begins anywhere ends after it."""
+    """KV positions that a request takes in its whole life.
+
+    With blocks that begin anywhere, the last one may end up to a block after the response.
+    """
     end = request.end + (block if spec.encoding == "causal" else 0)
     return -(-end // block) * block
 
 
 def first_positions(request: Request, block: int, by_block: bool, spec: ModelSpec) -> int:
-    """Positions of KV that a request takes when it is admitted; by_block: those of what is known of it and two more
-    blocks of them.
+    """KV positions that a request takes when it is admitted.
+
+    by_block: only those of its known tokens and up to two more blocks, in whole blocks.
     """
     whole = positions(request, block, spec)
     return min(whole, (len(request.known) // block + 2) * block) if by_block else whole
@@ -170,7 +198,7 @@ def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tu
 
 
 def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | None) -> int:
-    """The first position whose keys are in the cache once the others that are kept are packed elsewhere."""
+    """First position whose keys stay in the paged cache; kept keys before it are packed. 0 without packed keys."""
     if packed is None:
         return 0
     if spec.attention != "block_causal":
@@ -179,7 +207,8 @@ def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | No
 
 
 def settled_end(request: Request, start: int) -> int:
-    """The position up to which committed tokens of a response are final, while its block begins at `start`: under some
-    policies those of the block can still be replaced.
+    """End of the positions whose committed tokens are final, while the block begins at `start`.
+
+    Policies that edit can still replace those of the block.
     """
     return min(request.end, start) if edits(request.decoding.rule) else request.end

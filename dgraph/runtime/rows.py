@@ -1,4 +1,4 @@
-"""The packed rows of a step, and what a program says about them."""
+"""Packed rows of a step, and the results of a program for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from dgraph.ops.statistics import Statistic
 from dgraph.spec import ModelSpec
 
 KEY_ROWS, KEY_STRIDE = 16384, 4
-"""Rows of keys of a step in which sequences see everything: the fewest where it is recorded as a CUDA graph, which has
-one number of them, and each size to the one before.
+"""Sizes of key rows of a step in which sequences see everything: the smallest size, and the factor between sizes.
+
+A CUDA graph of such a step has one fixed size.
 """
 
 
@@ -23,23 +24,27 @@ one number of them, and each size to the one before.
 class StepRows:
     """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
-    sequence i64[N]; column i64[N]: from B on, B more than the column of the current block that the row predicts; below
-    0 of rows of a prompt that are encoded; the others are as the kind of state says; input_ids i64[N]; positions
-    i64[N]; limit i32[N]; cu_rows i32[b+1]. The first cu_rows[b] rows are live. What follows is padding, which belongs
-    to no sequence: 0 or False everywhere.
+    The first cu_rows[b] rows are live. The others are padding, which belongs to no sequence: 0 or False everywhere.
 
-    masked bool[N]: the row's own position is one of the current block that holds a mask. candidate bool[N]: the
-    position that the row predicts is one whose token the step may commit: a mask of the current block, or what a policy
-    that edits may replace. Without a logit shift and edits the two are equal.
-
-    Where there is a plan, else None: full bool[N]: everything is recomputed for the row, because its sequence takes a
-    full step or the row commits a block; changed bool[N]: the row's token was decoded in the step before, or full.
-
-    Where a plan hides rows, else None: slots i64[N]: where the keys of the row lie in the pages of its sequence. The
-    rows that exist lie side by side in the order of their positions, and limit counts them.
-
-    Of a model whose rows are encoded or denoised by a flag, else None: encoded bool[N]: which are encoded; origin
-    i32[N]: where windows count back from: where an encoded row stands, or where the block of a denoised one begins.
+    Attributes:
+        sequence: i64[N], index of the row's sequence.
+        column: i64[N]. From B on: B plus the column of the current block that the row predicts. Below 0: a row of a
+            prompt that is encoded. Other values have a meaning of each kind of state.
+        input_ids: i64[N].
+        positions: i64[N].
+        limit: i32[N], end of the positions that the row sees.
+        masked: bool[N], the row's own position is in the current block and holds a mask.
+        candidate: bool[N], the step may commit the token of the position that the row predicts. It is a mask of the
+            current block, or replaceable by a policy that edits. Without a logit shift and edits, equal to `masked`.
+        cu_rows: i32[b+1], offsets of the sequences' rows.
+        full: bool[N], everything is recomputed for the row, because its sequence takes a full step or the row commits a
+            block. None without a plan.
+        changed: bool[N], the row's token was decoded in the step before, or the row is `full`. None without a plan.
+        slots: i64[N], place of the row's keys in the pages of its sequence. The rows that exist lie side by side in the
+            order of their positions, and `limit` counts them. None unless a plan hides rows.
+        encoded: bool[N], the row is encoded, else denoised. None for models whose rows have no such flag.
+        origin: i32[N], position from which windows count back: that of an encoded row, or the start of the block of a
+            denoised one. None as `encoded`.
     """
 
     sequence: Tensor
@@ -79,12 +84,16 @@ class StepRows:
 
 @dataclass(frozen=True)
 class RowResults:
-    """What a step program says about each of its N rows.
+    """Results of a step program for each of its N rows.
 
-    token i64[N]: -1 where there is none; draw i64[N]: drawn from the distribution of which token is the most likely
-    one, None from a program that gives one of both; confidence f32[N]: -inf on rows that cannot be committed (no
-    candidate, evicted or without a token); kept bool[N]: rows that reached the last stage. measured: by name, f32[N]:
-    the statistics that the program computed, with their fillers on such rows.
+    Attributes:
+        token: i64[N], -1 without one.
+        confidence: f32[N], -inf on rows that cannot be committed (no candidate, evicted or without a token).
+        kept: bool[N], rows that reached the last stage.
+        measured: by name, f32[N], statistics that the program computed, with their fillers on rows that cannot be
+            committed.
+        draw: i64[N], a token drawn from the distribution whose most likely token is `token`; None from a program that
+            gives only one of both.
     """
 
     token: Tensor
@@ -102,7 +111,7 @@ def row_results(
     measured: Mapping[Statistic, Tensor] | None = None,
     draw: Tensor | None = None,
 ) -> RowResults:
-    """Outputs of a step program (K entries, padding at the end) -> per row of the step.
+    """Scatter outputs of a step program (K entries, padding at the end) to the rows of the step.
 
     token and draw i64[K], confidence and measured f32[K]; kept i64[K]: the row of each entry, -1 for padding; None:
     entry i is row i.
@@ -126,12 +135,12 @@ def row_results(
 
 
 def offsets_of(counts: Tensor) -> Tensor:
-    """i32[b+1]: where each sequence's rows begin, and where the last one's end, from counts [b]."""
+    """i32[b+1]: offsets of the sequences' rows, from counts [b]; the last is their total."""
     return counts.expand(len(counts) + 1, -1).tril(-1).sum(dim=1).int()
 
 
 def inverse(index: Tensor, count: int) -> Tensor:
-    """i64[count]: where each of the numbers from 0 stands in index, -1 for those that do not.
+    """i64[count]: place of each number from 0 in index, -1 for numbers that are not in it.
 
     index i64[n]: numbers below count, each at most once, and any number of -1.
     """
@@ -152,12 +161,15 @@ def choose(sequences: Tensor | bool, value: Tensor, other: Tensor) -> Tensor:
 
 
 def packed(live: Tensor, capacity: int, prompts: int = 0) -> tuple[Tensor, Tensor]:
-    """i64[capacity]: the places in live.flatten() that are set, ascending, and -1 after them; i32[b+1]: where those
-    of each sequence begin, and where the last one's end. live bool[b, W].
+    """i64[capacity]: places in live.flatten() that are set, ascending, then -1; i32[b+1]: offsets of the sequences.
 
-    Where more than `capacity` are set, the others are left out. prompts: so many columns at the left hold rows of
-    prompts, of which those next to the other columns are set. There are many of them, so they are found by their
-    number, with nothing of their size in memory.
+    Places beyond `capacity` are left out.
+
+    Args:
+        live: bool[b, W].
+        capacity: length of the result.
+        prompts: number of columns at the left that hold rows of prompts. The set ones among them are the last of these
+            columns. There are many of them, so they are found by their count, without a tensor of their size.
     """
     width, cu_rows = live.shape[1], offsets_of(live.sum(dim=1))
     own, others = live[:, :prompts].sum(dim=1), live[:, prompts:]
@@ -174,7 +186,7 @@ def packed(live: Tensor, capacity: int, prompts: int = 0) -> tuple[Tensor, Tenso
 
 
 def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: int, causal: bool = False) -> StepRows:
-    """Positions [begin, end) of every sequence of canvas i64[b, T]; both i64[b]; `count` rows in all.
+    """Pack the positions [begin, end) of every sequence of canvas i64[b, T]; both i64[b]; `count` rows in all.
 
     A row sees its whole block, where begin and end are multiples of the block; or, if causal, itself and all before it.
     """
@@ -198,8 +210,9 @@ def prefill_rows(canvas: Tensor, begin: Tensor, end: Tensor, block: int, count: 
 
 
 def first_limits(spec: ModelSpec, positions: Tensor, known: int, block: int) -> Tensor:
-    """What each row of a sequence that is forwarded as a whole sees: positions i64[n] from 0, of which those from
-    `known` on are masks, as the first step that denoises these finds them.
+    """i64[n]: limit of each row of a sequence that is forwarded as a whole.
+
+    positions i64[n]: from 0; those from `known` on are masks, as before the first step that denoises them.
     """
     if spec.attention != "block_causal":
         return torch.full_like(positions, len(positions))
@@ -212,8 +225,15 @@ def first_limits(spec: ModelSpec, positions: Tensor, known: int, block: int) -> 
 def prefill_chunk(
     spans: Sequence[tuple[int, int]], block: int, most: int, part: int | None = None
 ) -> list[tuple[int, int]]:
-    """The next part (begin, end) of each of the prompts, of which [begin, length) is left: whole blocks, in order, at
-    most `most` rows together, and `part` of each; empty for those that must wait. Both are at least one block.
+    """Next part (begin, end) of each prompt; empty for prompts that must wait.
+
+    Parts are whole blocks, in the order of the prompts.
+
+    Args:
+        spans: rest [begin, length) of each prompt.
+        block: positions of a block.
+        most: rows together at most; at least one block.
+        part: rows of each prompt at most, at least one block; None for `most`.
     """
     found = []
     for begin, length in spans:
@@ -224,9 +244,9 @@ def prefill_chunk(
 
 
 def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> StepRows:
-    """That many live rows, filled sequence by sequence, two blocks each, or more if that is not all of them.
+    """Make that many live dummy rows, filled sequence by sequence, two blocks each, or more if these do not suffice.
 
-    None is a candidate, so that a program which evicts keeps all of them and runs every stage on the same bucket.
+    No row is a candidate, so that a program which evicts keeps all of them and runs every stage on the same bucket.
     """
     index, each = torch.arange(rows, device=device), max(2 * block, -(-rows // sequences))
     positions, zeros, none = index % each, torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
@@ -249,7 +269,7 @@ def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> St
 
 
 def key_sizes(keys: int) -> list[int]:
-    """The numbers of rows of keys that steps have, up to the first that is at least so many."""
+    """Sizes of key rows of steps, ascending, up to the first that is at least `keys`."""
     sizes = [KEY_ROWS]
     while sizes[-1] < keys:
         sizes.append(sizes[-1] * KEY_STRIDE)

@@ -1,4 +1,4 @@
-"""How the sequences of a step are decoded."""
+"""Settings of decoding that the sequences of a step share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from dgraph.shapes import InputSpec
 
 @dataclass(frozen=True)
 class Rule:
-    """How sequences are decoded together; what differs from one to the next lies in their state.
+    """Settings of sequences that are decoded together; settings of a single sequence lie in its state.
 
-    policy: the policies that requests bring. sampled: whether some of them draw tokens.
-    inputs: what the programs read that the loop computes or carries. guided: every program runs once more without the
-    prompts, with states of its own. For the others see `BlockSession`.
+    Attributes:
+        policy: the policies of the requests.
+        block_cache, recommit, select_noise: see `BlockSession`.
+        sampled: True if some requests draw tokens.
+        inputs: inputs of the programs that the loop computes or carries.
+        guided: every program runs once more without the prompts, with states of its own.
     """
 
     policy: Mixture
@@ -30,13 +33,13 @@ class Rule:
 
     @property
     def key(self) -> Hashable:
-        """Equal for two rules of which one may run what was captured for the other."""
+        """Cache key: two rules with equal keys may share captured graphs."""
         others = tuple(getattr(self, field.name) for field in fields(self) if field.name != "policy")
         return (policy_key(self.policy), *others)
 
     @property
     def draws(self) -> bool:
-        """Whether programs or the loop draw anything by row."""
+        """True if programs or the loop draw anything by row."""
         return self.sampled or self.select_noise
 
     @property

@@ -1,11 +1,12 @@
-"""From logits of rows to tokens and how sure they are, for programs that leave their logits to the runtime.
+"""Tokens and their confidences from logits of rows, for programs that leave their logits to the runtime.
 
-`Sampler` says how; `Sampler.begin` gives the `LogitsDecoder` of one generation. Its chain, in this order: guidance,
-penalty, the caller's processors, suppressed ids, credit, temperature, top-p, top-k, draw.
+`Sampler` holds the settings; `Sampler.begin` gives the `LogitsDecoder` of one generation. Its chain, in this order:
+guidance, penalty, the caller's processors, suppressed ids, credit, temperature, top-p, top-k, draw.
 
 Tokens are drawn as `ops.lm_head` draws them: argmax(z / T + G), G standard Gumbel noise that is a hash of (seed of the
-row, vocabulary id). LLaDA's argmax(exp(z) / (-log u)^T), with u uniform, is the same in law: its logarithm is
-z - T log(-log u) = T (z / T + G). So a draw depends on seed, prompt, position and step alone (see `runtime.seeds`).
+row, vocabulary id). LLaDA's argmax(exp(z) / (-log u)^T), with u uniform, is the same in law.
+The logarithm of its score is z - T log(-log u) = T (z / T + G). So a draw depends on seed, prompt, position and step
+alone (see `runtime.seeds`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ SETTINGS = ("temperature", "top_p", "top_k")
 
 @dataclass(frozen=True)
 class RowContext:
-    """Where R rows of logits stand. No row twice, no padding.
+    """Positions and state of R rows of logits. No row twice, no padding.
 
-    sequence i64[R]: in the batch, 0 <= sequence < b; position i64[R] in the sequence; column i64[R] in the block;
-    masked bool[R]: not decoded yet; forwards i64[R]: steps that the row's block has had before; seed i64[R]: see
-    `runtime.seeds.row_seeds`; tokens i64[b, T]: prompts and what is decoded so far, mask tokens elsewhere; block: its
-    length. temperature f32[R]: instead of the sampler's. unconditional [R, V]: logits of the same rows without the
-    prompt, for guidance.
+    Attributes:
+        sequence: i64[R], index in the batch, 0 <= sequence < b.
+        position: i64[R], position in the sequence.
+        column: i64[R], column in the block.
+        masked: bool[R], not decoded yet.
+        forwards: i64[R], steps that the row's block has had before.
+        seed: i64[R], see `runtime.seeds.row_seeds`.
+        tokens: i64[b, T], prompts and decoded tokens, mask tokens elsewhere.
+        block: block length.
+        temperature: f32[R], in place of the sampler's.
+        unconditional: [R, V], logits of the same rows without the prompt, for guidance.
     """
 
     sequence: Tensor
@@ -58,8 +65,8 @@ Processor = Callable[[Tensor, RowContext], Tensor]
 class Credit:
     """dInfer's credit: logits that lead step after step gain on the others, while their row is masked.
 
-    Per block a matrix C f32[B, V], 0 at first. Each step: C *= beta (from the block's second step on),
-    C[row, top1] += p_top1 ** gamma on masked rows, z' = z + alpha * log(1 + C). It takes b * B * V * 4 bytes.
+    Each block has a matrix C f32[B, V], 0 at first. A step computes C *= beta (from the block's second step on);
+    C[row, top1] += p_top1 ** gamma on masked rows; z' = z + alpha * log(1 + C). It takes b * B * V * 4 bytes.
     """
 
     beta: float = 0.8
@@ -95,20 +102,26 @@ class CreditState:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How tokens are taken from logits. The defaults do what dgraph::lm_head does.
+    """Settings by which tokens are taken from logits. The defaults do the same as dgraph::lm_head.
 
-    temperature: 0 takes the largest logit. top_p: keep the most probable ids up to the one that brings their sum above
-    it; 1: all. top_k: then keep the k largest (and what ties with the k-th); 0: all. Both are at the temperature (1 for
-    temperature 0), and also change the confidence of greedy tokens (Dream).
-    suppress: ids that are never produced (LLaDA logits_eos_inf: end of sequence), besides the mask token.
-    distrust: ids without a share in any confidence, so that a row whose token is one of them comes last, with
-    confidence 0, but can still be committed (LLaDA confidence_eos_eot_inf; there only one of two ids is affected at
-    T > 0, here all are).
-    confidence_of: "sampled": of the distribution that was drawn from (SDAR, Dream); "logits": of softmax(z), whatever
-    temperature, top_p and top_k are (LLaDA, Fast-dLLM). Margin and entropy are of the former.
-    penalty_lambda: subtracted from the logit of the token before the row (LLaDA2.1 in SGLang).
-    cfg_scale: classifier-free guidance s, z = u + (s + 1)(z - u) with u from `without_prompt` (LLaDA).
-    credit: see `Credit`. processors: called in order, each with what the one before it gave.
+    Attributes:
+        temperature: 0 takes the largest logit.
+        top_p: keep the most probable ids up to the one that brings their sum above it; 1: all.
+        top_k: then keep the k largest (and ties with the k-th); 0: all. top_p and top_k are at the temperature (1 for
+            temperature 0), and also change the confidence of greedy tokens (Dream).
+        suppress: ids that are never produced (LLaDA logits_eos_inf: end of sequence), besides the mask token.
+        distrust: ids without a share in any confidence. A row whose token is one of them comes last, with confidence 0,
+            but can still be committed (LLaDA confidence_eos_eot_inf; there only one of two ids is affected at T > 0,
+            here all are).
+        confidence_of: "sampled": of the distribution that was drawn from (SDAR, Dream); "logits": of softmax(z),
+            whatever temperature, top_p and top_k are (LLaDA, Fast-dLLM). Margin and entropy are of the former.
+        penalty_lambda: subtracted from the logit of the token before the row (LLaDA2.1 in SGLang).
+        cfg_scale: classifier-free guidance s, z = u + (s + 1)(z - u) with u from `without_prompt` (LLaDA).
+        credit: see `Credit`.
+        processors: called in order, each with the result of the one before it.
+
+    Raises:
+        InputError: a value out of range or of a wrong type.
     """
 
     temperature: float = 0.0
@@ -142,11 +155,11 @@ class Sampler:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether a program that ends in dgraph::lm_head cannot do this, because its logits are gone."""
+        """True if a program that ends in dgraph::lm_head cannot apply these settings, because it keeps no logits."""
         return self != Sampler(temperature=self.temperature)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values of what is not as it is by default.
+        """Plain values of the fields that differ from their defaults.
 
         Raises:
             InputError: it has processors, which have no such form.
@@ -188,8 +201,9 @@ class LogitsDecoder:
     def decode(self, logits: Tensor, context: RowContext) -> RowDecisions:
         """A token, its confidence, margin and entropy for each row of logits [R, V]. Reads values on the host.
 
-        Raises `InputError` for guidance without unconditional logits, an id outside the vocabulary, or a processor
-        that returns another shape.
+        Raises:
+            InputError: guidance without unconditional logits, an id outside the vocabulary, or a processor that returns
+                another shape.
         """
         sampler = self.sampler
         logits = self._shaped(logits.to(numeric(logits.dtype)), context)
@@ -209,7 +223,7 @@ class LogitsDecoder:
         return found._replace(confidence=torch.where(distrusted, 0.0, confidence))
 
     def _shaped(self, logits: Tensor, context: RowContext) -> Tensor:
-        """All of the chain that changes logits before the temperature does."""
+        """Apply the part of the chain that comes before the temperature."""
         sampler, shape = self.sampler, logits.shape
         for name, ids in (("suppress", sampler.suppress), ("distrust", sampler.distrust)):
             if wrong := [i for i in ids if i >= shape[1]]:

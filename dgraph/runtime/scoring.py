@@ -1,10 +1,10 @@
-"""How probable labels are in a slot after a prompt, in one forward of the model itself: no cache, no recipe, no step.
+"""Probabilities of labels in a slot after a prompt, in one forward of the model itself: no cache, no recipe, no step.
 
-A mask model says of every masked position which tokens may stand there, given all that it sees. So a slot of masks
-between fixed tokens asks it to decide, and one forward answers: the decisions of vLLM's `/v1/decisions` are read in the
-same way, one denoising step over a canvas that is fixed but for the slot, at temperature 1. What it gives is not the
-likelihood of a text, for which no single forward of such a model suffices (see `dgraph.evaluate.harness`): tokens of
-one label are taken as independent of each other.
+A mask model predicts a distribution of tokens for every masked position, given all that it sees. So a slot of masks
+between fixed tokens asks it to decide, and one forward answers. That is one denoising step at temperature 1 over a
+canvas that is fixed except for the slot; vLLM's `/v1/decisions` works in the same way. The result is not the likelihood
+of a text, for which no single forward of such a model suffices (see `dgraph.evaluate.harness`). Tokens of one label are
+taken as independent of each other.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dgraph.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Question:
-    """Which of some labels stands in a slot.
+    """A decision between labels for a slot.
 
     Attributes:
-        prompt, before, after: ids before the slot and after it, in this order.
-        labels: ids of each.
+        prompt, before, after: ids; prompt and before precede the slot, in this order, and after follows it.
+        labels: ids of each label.
     """
 
     prompt: tuple[int, ...]
@@ -48,10 +48,10 @@ class Question:
         after: Sequence[int],
         most: int,
     ) -> Question:
-        """A question that can be asked; most: positions that it may take.
+        """Check and make a question. most: positions that it may take.
 
         Raises:
-            InputError: no prompt, no label or an empty one, something that is no token or is a mask, or too many.
+            InputError: no prompt, no label or an empty one, an invalid token or a mask, or too many positions.
         """
 
         def ids(what: str, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -84,18 +84,19 @@ class Question:
 class Scorer:
     """Answers questions with one forward each.
 
-    Labels of one length share a sequence, whose slot has as many masks; those of another length have one of their own
-    in the same forward, so that what follows the slot follows each label. A block-causal model sees the slot in its
-    block, the rest of which is masks, as in the first step of decoding; what lies in later blocks it does not see, and
-    of a slot that reaches over the end of a block the later part sees the earlier one as masks.
+    Labels of one length share a sequence, whose slot has as many masks as they have tokens. Labels of another length
+    have a sequence of their own in the same forward, so that the tokens after the slot follow each label directly.
+
+    A block-causal model sees the slot in its block, the rest of which is masks, as in the first step of decoding. It
+    does not see later blocks. If a slot reaches over the end of a block, its later part sees the earlier one as masks.
 
     Args:
         spec: the model.
-        program: makes one forward of packed sequences, with the outputs hidden [N, d], what the LM head reads, its
-            weight, and its bias if it has one, or with the output logits; see `dgraph.phases.scoring`. It is not called
-            for a model that cannot be asked.
+        program: makes the program of one forward of packed sequences. Its outputs are hidden [N, d] (the input of the
+            LM head), the head's weight, and its bias if it has one; or logits. See `dgraph.phases.scoring`. It is not
+            called for a model that cannot be asked.
         block: tokens that are denoised together.
-        device: where the program runs.
+        device: device of the program.
     """
 
     def __init__(self, spec: ModelSpec, program: Callable[[], Program], block: int, device: torch.device):
@@ -104,8 +105,9 @@ class Scorer:
 
     @torch.no_grad()
     def __call__(self, question: Question) -> list[float]:
-        """The probability of each label, which together are 1: the softmax over the sums of its tokens'
-        log-probabilities. The mask itself stands nowhere.
+        """Probability of each label: the softmax over the sums of their tokens' log-probabilities.
+
+        The probabilities add up to 1. The mask token itself has probability 0 in every position.
         """
         lengths = sorted({len(label) for label in question.labels})
         begin = len(question.prompt) + len(question.before)
@@ -114,7 +116,7 @@ class Scorer:
         for length, canvas in zip(lengths, canvases, strict=True):
             at = first + begin + torch.arange(length) - self._spec.logit_shift
             if self._spec.next_token:
-                at[0] = first + begin - 1  # what is known ends with the row that predicts the token after it
+                at[0] = first + begin - 1  # the last known row predicts the token after it
             rows.append(at)
             first += len(canvas)
         outputs = self._program(dict(self._inputs(canvases, begin)), first).outputs
@@ -130,7 +132,7 @@ class Scorer:
         return probabilities
 
     def _canvas(self, question: Question, begin: int, length: int) -> list[int]:
-        """What stands at each position where the slot has so many masks."""
+        """Token at each position of a canvas whose slot has `length` masks and begins at `begin`."""
         mask = self._spec.mask_id
         canvas = [*question.prompt, *question.before, *[mask] * length, *question.after]
         if self._spec.attention != "block_causal":
@@ -140,7 +142,7 @@ class Scorer:
         return canvas[:end] + [mask] * (end - len(canvas))
 
     def _inputs(self, canvases: Sequence[Sequence[int]], begin: int) -> Iterator[tuple[str, Tensor]]:
-        """Inputs of the program, by name. begin: where the slot does."""
+        """Inputs of the program, by name. begin: first position of the slot."""
         lengths = torch.tensor([len(canvas) for canvas in canvases])
         each = [torch.arange(int(n)) for n in lengths]
         positions = torch.cat(each)

@@ -1,7 +1,7 @@
-"""A decode policy that follows a script: which columns of a block are committed in which step, and which are kept.
+"""A decode policy that follows a script: the columns of a block that each step commits, and those that it keeps.
 
-It separates what a method costs from what a model answers. Two programs under one script decode the same number of
-tokens in every step, whatever their weights are; so their times can be compared on random weights, with the commits
+It separates the cost of a method from the answers of a model. Two programs under one script decode the same number of
+tokens in every step, whatever their weights are. So their times can be compared on random weights, with the commits
 (and the rows kept after an eviction) of a trained model.
 """
 
@@ -30,8 +30,11 @@ SPREAD = 2654435761
 
 @dataclass(frozen=True)
 class BlockStep:
-    """One step of a block: the columns whose tokens it commits, and the masked columns kept after the eviction (these
-    among them); None where the history knows of no eviction.
+    """One step of a block.
+
+    Attributes:
+        committed: columns whose tokens it commits.
+        kept: masked columns kept after the eviction, the committed ones among them; None without an eviction.
     """
 
     committed: Columns
@@ -44,17 +47,17 @@ History = tuple[BlockStep, ...]
 
 @dataclass(frozen=True)
 class Script:
-    """Commits what a list of block histories says.
+    """Policy that commits columns by a list of block histories.
 
-    A block follows history (prompt * SPREAD + start // B) modulo their number: consecutive blocks of a prompt follow
-    consecutive histories, and prompts start far apart. It depends on nothing that a program computes.
+    A block follows history (prompt * SPREAD + start // B) modulo the number of histories. So consecutive blocks of a
+    prompt follow consecutive histories, and prompts start far apart. It depends on nothing that a program computes.
 
-    A step belongs to the first of the history's steps whose tokens are not all decoded yet, known from how many the
-    block has decoded; columns that a block begins with (the prompt's remainder, or the token that the forward of the
-    block before predicts) are left out, and steps that commit nothing else with them. So every step commits as many
-    tokens as the script says, in every program. Columns that cannot be committed (evicted) are replaced by the most
-    confident that can; where fewer can be committed than the script says, a step commits all of them (at least one),
-    and the next goes on from there.
+    A step follows the first of the history's steps whose tokens are not all decoded yet, known from how many the block
+    has decoded. Columns that a block begins with are left out, and so are steps that commit nothing else. They are the
+    prompt's remainder, or the token that the forward of the block before predicts. So every step commits as many tokens
+    as the script says, in every program. Columns that cannot be committed (evicted) are replaced by the most confident
+    that can. If fewer can be committed than the script says, a step commits all of them (at least one), and the next
+    goes on from there.
 
     Tensors stay on the device and nothing is read back. They are made on a device's first use: a CUDA graph must be
     captured after a first call.
@@ -77,7 +80,7 @@ class Script:
 
     @property
     def keeps(self) -> bool:
-        """Whether every step says which columns are kept."""
+        """True if every step says which columns are kept."""
         return all(step.kept is not None for history in self.histories for step in history)
 
     def choose(self, candidates: Candidates) -> Tensor:
@@ -91,11 +94,10 @@ class Script:
         return (rank < count[:, None]) & committable
 
     def scores(self, rows: StepRows, state: DecodeState) -> Tensor:
-        """What rows are selected by: 1.0 where the script keeps a row, 0.0 on other candidates, -1.0 (no say) on rows
-        that are none: f32[N].
+        """f32[N]: score by which rows are selected: 1.0 for rows to keep, 0.0 for other candidates, else -1.0 (no say).
 
         Together with `budget`, and `select_tokens` at alpha = 1, exactly the kept columns are kept. The columns that
-        score 1 are the kept ones without those that the selection adds by itself (left neighbours, placeholders). Where
+        score 1 are the kept ones without those that the selection adds by itself (left neighbours, placeholders). If
         rows predict the next position, those that hold a token are kept beside them.
         """
         base = self._base(state)
@@ -104,7 +106,7 @@ class Script:
         return torch.where(rows.candidate, kept, -1.0)
 
     def budget(self, state: DecodeState) -> Tensor:
-        """How many rows score 1, in the place of the average number of tokens per step: f32[b]."""
+        """f32[b]: number of rows that score 1, in the place of the average number of tokens per step."""
         return self._base(state).sum(dim=1).float()
 
     def _base(self, state: DecodeState) -> Tensor:
@@ -125,7 +127,7 @@ class Script:
         """
         table, _ = self._on(masked.device)
         when = table[self._history(start, prompt, len(table))]
-        # The block began with what was known of it, then all that is masked now or was decoded since.
+        # The block began with its known columns, before all that are masked now or were decoded since.
         first = self.block - masked.sum(dim=1) - decoded
         columns = torch.arange(self.block, device=masked.device)
         scheduled = columns >= first[:, None]
@@ -155,7 +157,7 @@ class Script:
 
 
 def check_script(policy: object, block: int, scripted: bool) -> None:
-    """Whether a policy gives a program what it reads, and fits blocks of that length.
+    """Check that a policy gives a program the script that it reads, and fits blocks of that length.
 
     scripted: the step program reads the input `script` (select="scripted").
 
@@ -175,7 +177,7 @@ def check_script(policy: object, block: int, scripted: bool) -> None:
 
 
 def check_history(history: Sequence[BlockStep], block: int, name: str) -> None:
-    """Whether a history decodes a block.
+    """Check that a history decodes a block.
 
     Raises:
         InputError: a column outside the block, committed twice or never, or kept though it is not masked.
@@ -201,10 +203,10 @@ def check_history(history: Sequence[BlockStep], block: int, name: str) -> None:
 
 
 def selections(history: Sequence[BlockStep], block: int) -> list[tuple[set[int], set[int]]]:
-    """Per step the columns that must be selected, and the masked columns that are kept then.
+    """Per step, the columns that must be selected, and the masked columns that are kept then.
 
-    The second is what `step.kept` says where that is closed under the rules of `select_tokens` (as what FOCUS kept
-    always is), and what these rules make of it elsewhere.
+    The kept columns are the closure of `step.kept` under the rules of `select_tokens`. Columns kept by FOCUS are closed
+    already, so for them it is `step.kept` itself.
     """
     masked, reached, found = set(range(block)), -1, []
     for step in history:
@@ -221,8 +223,9 @@ def selections(history: Sequence[BlockStep], block: int) -> list[tuple[set[int],
 
 
 def closure(scored: Iterable[int], masked: set[int], reached: int) -> set[int]:
-    """What `select_tokens` keeps of the masked columns if its base selection is `scored`; reached: the rightmost
-    column kept so far in the block, -1 before its first step.
+    """Masked columns that `select_tokens` keeps if its base selection is `scored`.
+
+    reached: the rightmost column kept so far in the block, -1 before its first step.
     """
     base = set(scored)
     kept = base | {c - 1 for c in base if c - 1 in masked}

@@ -1,8 +1,7 @@
-"""Random numbers that depend on what is drawn, not on when or where.
+"""Random numbers that do not depend on batch size, row order or device.
 
-A draw belongs to (seed, prompt, position, step of its sequence). A hash of these makes it the same for
-every batch size, row order and device. The mixer is a 32-bit one (Wellons, "lowbias32") on int64 values:
-its products stay below 2**63, so nothing relies on overflow.
+A draw is a hash of (seed, prompt, position, step of its sequence). The mixer is a 32-bit one (Wellons, "lowbias32") on
+int64 values: its products stay below 2**63, so nothing relies on overflow.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ def mix(x: IntOrTensor) -> IntOrTensor:
 
 
 def sequence_keys(seed: int, prompt: Tensor) -> Tensor:
-    """i64[b] prompt indices -> i64[2, b]: what `row_seeds` starts from. `seed` is any int; its low 64 bits
-    count.
-    """
+    """i64[2, b]: keys of `row_seeds` from prompt indices i64[b]. `seed` is any int; its low 64 bits count."""
     lanes = [mix(mix(lane ^ (seed & WORD)) ^ ((seed >> 32) & WORD)) for lane in _LANES]
     start = torch.tensor(lanes, dtype=torch.int64, device=prompt.device)
     return mix(start[:, None] ^ prompt)
@@ -48,13 +45,13 @@ def row_seeds(keys: Tensor, positions: Tensor, counter: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor) -> Tensor:
-    """f32 in [0, 1) of `row_seeds`, independent of what a program draws from the same seeds."""
+    """f32 in [0, 1) from `row_seeds`, independent of a program's draws from the same seeds."""
     word = mix(mix((seeds & WORD) ^ _NOISE) ^ (seeds >> 32))
     return (word >> 8).float() * 2.0**-24
 
 
 def random_ids(keys: Tensor, positions: Tensor, counter: Tensor, vocab: int) -> Tensor:
-    """i64[b, B]: tokens drawn from a vocabulary, each as likely as any other, independent of what else is drawn.
+    """i64[b, B]: tokens drawn uniformly from a vocabulary, independent of all other draws.
 
     keys: i64[2, b]; positions i64[b, B], below 2^29; counter i64[b].
     """
@@ -62,7 +59,7 @@ def random_ids(keys: Tensor, positions: Tensor, counter: Tensor, vocab: int) -> 
 
 
 def policy_noise(keys: Tensor, positions: Tensor, counter: Tensor) -> Tensor:
-    """f32[b, B] in [0, 1) for a decode policy, independent of what programs draw.
+    """f32[b, B] in [0, 1) for a decode policy, independent of the draws of programs.
 
     keys: i64[2, b]; positions i64[b, B], below 2^30; counter i64[b].
     """

@@ -1,4 +1,4 @@
-"""Decoding with block-causal diffusion models around compiled programs."""
+"""Decoding with block-causal and bidirectional diffusion models around compiled programs."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def measuring(policy: Policy) -> str:
 PREFILL_ROWS = 32768
 """Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
 WARM_SHARE = 0.75
-"""Of the CUDA graphs that there may be, those that a warm-up captures at most, unless steps and prompts need more."""
+"""Share of the CUDA graph limit that a warm-up captures at most, unless steps and prompts need more."""
 
 
 class BlockSession:
-    """Decodes block by block.
+    """Decode prompts block by block.
 
     Block-causal models: full prompt blocks go through the program "prefill" once; then every step runs the program
     "step" on the rows that are pending (see `BlockCausalState`), decides what to commit and moves finished blocks on.
-    Those that encode a finished block with the next token do so in a step of its own (see `TwoModeState`).
+    Models that encode a finished block with the next token do so in a step of its own (see `TwoModeState`).
     Bidirectional models: every step runs "step" on the rows of the canvas that the plan names (see `CanvasState`).
-    The caches are kept between calls and grow by need; a call that fails gives its pages back.
+    The caches are kept between calls and grow as needed; a call that fails gives its pages back.
 
     Args:
         spec: the model; a block-causal one has logit_shift 0, or encodes blocks with the next token.
@@ -72,26 +72,28 @@ class BlockSession:
             or "dc+" (see `ready_columns`).
         recommit: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
             cached yet (as LMDeploy does).
-        plan: which rows a step of a bidirectional model forwards, None for all of them; or which steps of a
+        plan: the rows that a step of a bidirectional model forwards, None for all of them; or which steps of a
             block-causal one are full (region "block"), for programs that ask.
         select_noise: give programs the input noise f32[N], uniform in [0, 1) (random selection, an ablation);
             None: if one of them reads it.
-        device: where the programs run.
+        device: device of the programs.
         page_size: positions per page; default the block length.
         kv: which keys and values stay, for programs that read packed ones; None for all. It needs the program
             "select", for steps in which some sequence chooses.
-        pool: where the transition between steps is captured as a CUDA graph; None runs it op by op. With one,
-            batches are padded to a power of two of sequences, the canvas to few widths and the page table to the
-            model's longest sequence, so that what was captured serves later calls.
-        compiler: finds the transition compiled where it is captured, and compiles it in a warm-up; None captures it
-            op by op.
-        ranks: who holds the model; None for this process alone. Each calls the same, with the same arguments.
-
-    Raises `InputError`, `UnknownName` or `LoweringError` for what cannot work.
+        pool: where the transition between steps is captured as a CUDA graph; None runs it op by op. With a pool,
+            batches are padded to a power of two of sequences, so that captured graphs serve later calls. The canvas is
+            padded to few widths and the page table to the model's longest sequence.
+        compiler: provides the compiled transition for a capture, and compiles it in a warm-up; None captures it op by
+            op.
+        ranks: group of processes that hold the model; None for this process alone. Each rank makes the same calls, with
+            the same arguments.
 
     Attributes:
-        variants: further programs "step" and "select", by what they are for: `LOGITS`, samplers that need logits where
-            the others keep none; `measuring` of a policy, statistics that it asks for.
+        variants: further programs "step" and "select", by purpose. `LOGITS`: for samplers that need logits, if the
+            main programs keep none; `measuring(policy)`: with the statistics that the policy asks for.
+
+    Raises:
+        InputError, UnknownName, LoweringError: model, programs and settings do not fit.
     """
 
     def __init__(
@@ -134,16 +136,16 @@ class BlockSession:
 
     @property
     def lasting(self) -> bool:
-        """Whether something lasts from step to step of a response that its tokens do not tell."""
+        """True if a state or cache that lasts for a response cannot be rebuilt from the response's tokens."""
         return any(spec.reset == "response" for spec in (*self._inputs, *self.kv.declared))
 
     @property
     def mixes(self) -> bool:
-        """Whether steps can encode rows of prompts (see `Batch.mix`), or each prompt needs a forward of its own.
+        """True if steps can encode rows of prompts (see `Batch.mix`), False if a prompt needs a forward of its own.
 
-        A step forwards a prompt as it does a finished block. So its rows must be those of a model that encodes blocks,
-        or rows, beside others that it denoises, and find what they would in a forward of their own: all keys, in pages
-        that hold every position, and nothing that goes on from forward to forward.
+        A step forwards a prompt as it does a finished block. So the model must encode blocks, or rows, beside others
+        that it denoises. The rows must also find the same as in a forward of their own. So all keys are kept, in pages
+        that hold every position, and no state is carried from forward to forward.
         """
         blocks = self.spec.attention == "block_causal" and self.spec.noise != "uniform"
         return blocks and self.packed is None and not self.kv.rings and not self.lasting
@@ -164,18 +166,19 @@ class BlockSession:
     ) -> Generation:
         """Continue every prompt.
 
-        A sequence ends with its first stop token (`spec.eos_ids`) or after max_new_tokens. Of more prompts than
-        `max_batch` the others begin as those before them end; neither that nor the other prompts change a
-        result, except for what the programs' arithmetic makes of another number of rows. Draws (temperature
-        > 0) depend on the seed, the prompt's index, the position and the step. `observer` gets every step at
-        the price of copies to the host.
+        A sequence ends with its first stop token (`spec.eos_ids`) or after max_new_tokens. Prompts beyond `max_batch`
+        begin as earlier ones end. Results depend on neither that nor the other prompts, except for rounding in programs
+        that run on another number of rows. Draws (temperature > 0) depend on the seed, the prompt's index, the position
+        and the step. `observer` gets every step at the price of copies to the host.
 
-        decoding: how; settings: instead, fields of a `Decoding` by keyword. canvases: of each response what is fixed of
-        it, None where it is free, as is all after it. Texts in its stop are the caller's to cut;
-        stopped says of the tokens of a response that are final whether there is one in them, and it ends there.
+        decoding: the settings; settings: instead, fields of a `Decoding` by keyword. canvases: fixed tokens of each
+        response, None at free positions; all positions after it are free. The caller cuts texts of `decoding.stop`;
+        stopped(tokens) returns True if the final tokens of a response hold one, and the response ends there.
 
-        Raises `InputError` for a prompt or setting that cannot be used, `UnknownName` for one that does not exist,
-        `RanksDiffer` where ranks that hold the model together are called with different arguments.
+        Raises:
+            InputError: a prompt or setting that cannot be used.
+            UnknownName: a setting that does not exist.
+            RanksDiffer: ranks that hold the model together are called with different arguments.
         """
         chosen = Decoding.of(decoding, settings).for_model(self.spec)
         asked = {"prompts": prompts, "decoding": chosen, "canvas": canvases, "max_batch": max_batch, "keep_kv": keep_kv}
@@ -243,12 +246,13 @@ class BlockSession:
         decoding: Decoding | None = None,
         **settings: Any,
     ) -> int:
-        """Capture what batches of up to `batch` sequences can meet: every bucket of the step program, of prompts of few
-        rows, and of steps in which sequences choose what they keep (see `dgraph.runtime.rehearsal`).
+        """Capture the graphs of batches of up to `batch` sequences.
 
-        Later batches of up to that many sequences are padded to it, so that they find what was captured. The transition
-        between steps is compiled for a policy, and for the canvas of so many positions; a block-causal model pads
-        shorter canvases to it. Under other policies, and on other canvases, it runs op by op.
+        All buckets are captured of the step program, of prompts of few rows, and of steps in which sequences choose
+        which keys they keep. See `dgraph.runtime.rehearsal`. Later batches of up to that many sequences are padded to
+        it, so that they find these graphs. The transition between steps is compiled for a policy, and for the canvas of
+        `tokens` positions; a block-causal model pads shorter canvases to it. Under other policies, and on other
+        canvases, it runs op by op.
 
         Args:
             batch: sequences at a time, at least 1.
@@ -288,10 +292,10 @@ class BlockSession:
 
     @torch.no_grad()
     def record(self, shape: Shape, decoding: Decoding, spare: int) -> int:
-        """Capture what batches of a shape can meet, as a warm-up does; returns the number of buckets.
+        """Capture the graphs of batches of a shape, as a warm-up does; return the number of buckets.
 
-        The pages are there. Room for packed keys of all slots is made, if it takes at most `spare` bytes; else they
-        grow by need, and since the graphs of steps go with each growth, none of them is captured now.
+        The pages exist already. Room for packed keys of all slots is made, if it takes at most `spare` bytes. Else the
+        packed caches grow as needed, and since each growth drops the graphs of steps, no such graph is captured now.
 
         Raises:
             InputError: buckets of kind "exact".
@@ -301,9 +305,9 @@ class BlockSession:
         return self._record(slots, shape.slots, shape.columns, all(self.ranks.exchange(fits)))
 
     def compile_transition(self, shape: Shape, decoding: Decoding) -> None:
-        """Compile what lies between the steps of batches of a shape, where it is compiled at all.
+        """Compile the transition between the steps of batches of a shape, if transitions are compiled.
 
-        It takes memory of its own, so it comes before a pool of keys and values that takes all there is.
+        It takes memory of its own, so it comes before a pool of keys and values that takes all memory.
         """
         if not self._transitions.compiles:
             return
@@ -321,8 +325,9 @@ class BlockSession:
         steps: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Capture what so many sequences can meet, and compile the transition; returns how many buckets these were.
-        steps: False: what their prompts can meet alone.
+        """Capture the graphs of `sequences` sequences, compile the transition, and return the number of buckets.
+
+        steps: False captures the graphs of prompts only.
         """
         assert self.pool is not None
         self.keep_graphs()
@@ -341,14 +346,15 @@ class BlockSession:
         return len(every)
 
     def _compile(self, slots: Batch, outputs: Mapping[str, Tensor]) -> None:
-        """Compile the transition after a step that gives such outputs, where it is compiled at all."""
+        """Compile the transition after a step with such outputs, if transitions are compiled."""
         known = "script" not in slots.programs.step.inputs or slots.rule.script is not None
         if self._transitions.compiles and known and "token" in outputs:
             slots.advance.compile(outputs)
 
     def shape(self, sequences: int, tokens: int, block: int, fixed: bool) -> Shape:
-        """Of a batch for so many sequences of so many positions each. fixed: of a shape that other batches have, too,
-        so that what is captured for one serves them all.
+        """Shape of a batch for `sequences` sequences of `tokens` positions each.
+
+        fixed: round it up to a shape that batches share, so that graphs captured for one serve them all.
         """
         stride = self._transitions.stride(block) if fixed else block
         # A last block that is cut short has columns all the same.
@@ -370,11 +376,12 @@ class BlockSession:
         stats: GenerationStats | StageCounts | None = None,
         observer: Callable[[StepRecord], None] | None = None,
     ) -> Batch:
-        """Empty slots for requests that are decoded as these are, or differ in what each may say for itself alone.
+        """Make a batch of empty slots for requests with these decodings, or with other per-request settings.
 
         fixed: the transition is captured, and kept for batches of the same shape; the others as for `Batch`.
 
-        Raises `InputError` for decodings that the session cannot serve, or not together.
+        Raises:
+            InputError: decodings that the session cannot serve, or not together.
         """
         rule, programs = self.rule(decodings, shape.block)
         return Batch(
@@ -394,9 +401,10 @@ class BlockSession:
         )
 
     def rule(self, decodings: Sequence[Decoding], block: int) -> tuple[Rule, Programs]:
-        """How requests that are decoded as these are share steps, and what runs then.
+        """Rule and programs of steps that requests with these decodings share.
 
-        Raises `InputError` as `batch` does.
+        Raises:
+            InputError: as `batch`.
         """
         guides = {chosen.sampling.cfg_scale > 0 for chosen in decodings}
         for chosen in decodings:
@@ -409,7 +417,7 @@ class BlockSession:
         return rule, self._programs_for(rule.policy, any(chosen.sampling.needs_logits for chosen in decodings))
 
     def check(self, chosen: Decoding, block: int) -> None:
-        """Raises `InputError` for a decoding that the session's programs cannot serve."""
+        """Check a decoding. Raises `InputError` if the session's programs cannot serve it."""
         policy, sampler = chosen.rule, chosen.sampling
         step = self._variant(policy, sampler.needs_logits)["step"]
         check_rule(policy, sampler, step, self.block_cache, self.plan)
@@ -422,21 +430,19 @@ class BlockSession:
             )
 
     def give_back(self) -> None:
-        """Let go of the pool of an engine, of the room for packed keys, and of the CUDA graphs that read either."""
+        """Drop the pool of an engine, the room for packed keys, and the CUDA graphs that read either."""
         self.kv.unlimited()
         if self.packed is not None:
             self.packed.give_back()
         self.keep_graphs()
 
     def keep_graphs(self) -> None:
-        """Let go of CUDA graphs that read caches which have been replaced since."""
+        """Drop CUDA graphs that read caches which have been replaced since."""
         if self.pool is not None:
             self.pool.keep(self.kv.tensors() if self.packed is None else self.kv.tensors() | self.packed.tensors())
 
     def _programs_for(self, policy: Policy, needs_logits: bool) -> Programs:
-        """The programs that a policy, and samplers that may need logits, ask for, if there are such; what they keep per
-        position has room.
-        """
+        """Programs for a policy, and for samplers that may need logits; their caches per position are made."""
         programs, asked = self._variant(policy, needs_logits), statistics_of(policy)
         inputs = declared({name: program.inputs for name, program in programs.items()}).values()
         self.kv.declare(spec for spec in inputs if spec.per == "position")
@@ -452,7 +458,7 @@ class BlockSession:
         return {**self.programs, **self.variants.get(variant, {})}
 
     def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> Ended:
-        """What is left of a request that ended."""
+        """Result of a request that ended."""
         request = batch.running[slot].request
         said = script.response(slot, len(request.ids), request.end, self.spec.eos_ids, request.stops_from)
         steps, decoded, rows, commits = (
@@ -462,7 +468,7 @@ class BlockSession:
 
     @staticmethod
     def _final(batch: Batch, report: Report, script: Transcripts, slot: int) -> list[int]:
-        """Tokens of a response that nothing changes any more."""
+        """Final tokens of a response: later steps do not change them."""
         request = batch.running[slot].request
         return script.response(slot, len(request.ids), settled_end(request, int(report.start[slot])))
 

@@ -1,4 +1,4 @@
-"""What a generation did: counts, times, and a record per step for an observer."""
+"""Counts and times of a generation, and a record per step for an observer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StageCounts:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def count_salient(self, counts: Tensor) -> None:
-        """Salient rows of one step, which nobody asks for here."""
+        """Ignore the salient rows of one step: these counts do not hold them."""
 
 
 @dataclass(repr=False)
@@ -51,8 +51,9 @@ class GenerationStats(Described):
         seconds: by stage as its program observed them on the host, and "decode loop": everything else. On a GPU a
             stage that the host does not wait for counts its launch only, and the wait is in "decode loop".
         total: seconds of the whole call.
-        salient: per step of the decode loop, the salient rows of each layer that has a gate (DyLLM, figure 5 and
-            table 4) or runs on some of its rows (dLLM-Cache), all rows in a full step; empty where no layer does.
+        salient: salient rows per step of the decode loop and per layer. The layers are those that have a gate (DyLLM,
+            figure 5 and table 4) or run on some of their rows (dLLM-Cache). A full step counts all rows; empty without
+            such layers.
         stage_rows: live rows of every run of a stage, in order, by stage.
         sequence_steps: steps of each prompt, in the order of the prompts.
         sequence_decoded: tokens committed of each.
@@ -81,7 +82,7 @@ class GenerationStats(Described):
 
     @property
     def step_rows(self) -> list[int]:
-        """Rows that each step of the decode loop forwarded: the most it can have been where the host did not look."""
+        """Rows that each step of the decode loop forwarded; an upper bound for steps whose count was not read."""
         return next((list(rows) for name, rows in self.stage_rows.items() if name != "prefill"), [])
 
     @property
@@ -131,7 +132,7 @@ class GenerationStats(Described):
         self.commit_rows += commit_rows
 
     def finish(self, total: float) -> None:
-        """Set the total and give what no stage accounts for to "decode loop"."""
+        """Set the total, and count the seconds that no stage accounts for as "decode loop"."""
         self.total = total
         if self.unread_salient:
             self.salient += torch.stack(self.unread_salient).tolist()
@@ -164,22 +165,22 @@ class GenerationStats(Described):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of the decode loop as an observer gets it: copies on the CPU, N rows of b sequences.
+    """Record of one step of the decode loop for an observer: copies on the CPU, N rows of b sequences.
 
     Attributes:
         step: from 0 within its batch.
         prompts: i64[b], indices of the batch's prompts among all prompts of the call.
         sequence: i64[N], index of each row's prompt among all prompts.
-        input_ids, positions i64[N]; limit i32[N]; candidate bool[N]: what was forwarded.
-        start, column: i64[N], where the block of each row's sequence begins, and which column of it the row predicts;
+        input_ids, positions i64[N]; limit i32[N]; candidate bool[N]: the forwarded rows, see `StepRows`.
+        start, column: i64[N], start of the block of each row's sequence, and the column of it that the row predicts;
             below 0: none, B: the position after the block.
-        origin: i32[N], where each row or its block begins; None of a model whose rows see no window.
+        origin: i32[N], start of each row or of its block; None for models whose rows see no window.
         kept: bool[N], rows that reached the last stage.
-        score: f32[N] as the program selected by it, None where it has no such output.
+        score: f32[N], score by which the program selected rows; None without such an output.
         token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
         committed: bool[N], rows whose token was committed.
         average: f32[b], tokens per step of the block before the step.
-        states, states_after: what passes carry from step to step, by name, as the program got and returned it.
+        states, states_after: states that passes carry from step to step, by name, as the program got and returned them.
     """
 
     step: int
@@ -203,12 +204,12 @@ class StepRecord:
 
     @property
     def committed_positions(self) -> Tensor:
-        """i64[C]"""
+        """i64[C]: positions of the rows whose token was committed."""
         return self.positions[self.committed]
 
     @property
     def committed_tokens(self) -> Tensor:
-        """i64[C]"""
+        """i64[C]: tokens that were committed."""
         return self.token[self.committed]
 
     @classmethod
@@ -222,7 +223,7 @@ class StepRecord:
         outputs: dict[str, Tensor],
         states: dict[str, Tensor],
     ) -> StepRecord:
-        """A record of state and rows (without padding) as they were before the step, and of what came of them.
+        """Record state and rows (without padding) as they were before the step, and their results.
 
         committed: bool[b, B + 1] as `DecodeState.apply` returned it.
         """

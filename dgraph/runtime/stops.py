@@ -1,4 +1,4 @@
-"""Stop strings: where a finished text is cut."""
+"""Stop strings: search them in a text, and cut a finished response there."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from dgraph.errors import InputError
 
 
 class Decoder(Protocol):
-    """Whatever turns ids into text."""
+    """Protocol of tokenizers: turns ids into text."""
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
 @dataclass(frozen=True)
 class Trimmed:
-    """What is left of a response: text up to the first stop string, the ids whose text lies inside it, and the stop
-    string that was found (None: nothing was cut).
+    """A response after the cut at its first stop string.
+
+    Attributes:
+        text: text up to the stop string.
+        token_ids: ids whose text lies inside of it.
+        stop: the stop string that was found; None: nothing was cut.
     """
 
     text: str
@@ -28,8 +32,9 @@ class Trimmed:
 
 
 def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> tuple[int, str] | None:
-    """Index and string of the first stop string in a text, from index `begin` on; of those at one index the longest.
-    None: there is none.
+    """Index and string of the first stop string in a text, from index `begin` on; None without one.
+
+    Ties at one index go to the longest.
     """
     places = ((text.find(stop, begin), stop) for stop in stops)
     found = [(index, -len(stop), stop) for index, stop in places if index >= 0]
@@ -40,8 +45,9 @@ def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> tuple[int, st
 
 
 def stops_from(tokenizer: Decoder, token_ids: Sequence[int], least: int) -> int | None:
-    """The index of the text of a response from which on a stop string ends it, so that `least` tokens are left of it;
-    None if it has fewer.
+    """Index in the text of a response from which on a stop string ends it, so that `least` tokens are left of it.
+
+    None if the response has fewer tokens.
     """
     if len(token_ids) < least:
         return None
@@ -49,7 +55,7 @@ def stops_from(tokenizer: Decoder, token_ids: Sequence[int], least: int) -> int 
 
 
 def says_stop(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], least: int = 0) -> bool:
-    """Whether a stop string ends a response that begins with these tokens."""
+    """True if a stop string ends a response that begins with these tokens."""
     begin = stops_from(tokenizer, token_ids, least)
     return begin is not None and first_stop(tokenizer.decode(token_ids), stops, begin) is not None
 
@@ -62,7 +68,8 @@ def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], lea
     lie across tokens. A token that reaches over the cut is left out of the ids, while its text before the cut
     stays in the text.
 
-    Raises `InputError` for stop strings that are none or empty.
+    Raises:
+        InputError: see `check_stops`.
     """
     check_stops(stops)
     ids = list(token_ids)
@@ -76,7 +83,11 @@ def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], lea
 
 
 def check_stops(stops: Sequence[str]) -> None:
-    """Raises `InputError` for one string in the place of several, for something else than a string, or an empty one."""
+    """Check a list of stop strings.
+
+    Raises:
+        InputError: one string in the place of a list, something else than a string, or an empty one.
+    """
     if isinstance(stops, str):
         raise InputError(f"stop strings are a list, got the string {stops!r}; wrap it in a list.", field="stop")
     if not isinstance(stops, Iterable):

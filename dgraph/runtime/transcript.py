@@ -1,4 +1,4 @@
-"""What the sequences of a batch have said so far, on the host."""
+"""Tokens of a batch's sequences so far, on the host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dgraph.runtime.requests import Request
 
 
 class Transcripts:
-    """Tokens of every slot by position, the step that committed each and how probable it was: what is fixed of their
-    responses, and what a batch's reports say.
+    """Tokens of every slot by position, with the step that committed each and its confidence.
+
+    They come from the fixed tokens of responses, and from a batch's reports.
 
     Args:
-        slots, columns: of the batch.
+        slots, columns: sizes of the batch.
         block: columns of a block.
     """
 
@@ -26,7 +27,7 @@ class Transcripts:
         self._columns = np.arange(block)
 
     def begin(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Forget what these slots held; of their responses only what is fixed is known, of step 0 and for certain."""
+        """Reset these slots to the fixed tokens of their responses, with step 0 and confidence 1."""
         self._tokens[list(slots)] = -1
         for slot, request in zip(slots, requests, strict=True):
             at = slice(len(request.ids), len(request.ids) + len(request.canvas))
@@ -34,7 +35,7 @@ class Transcripts:
             self._steps[slot, at], self._confidence[slot, at] = 0, 1
 
     def write(self, report: Report, slots: Sequence[int]) -> None:
-        """Take over what a report shows of these slots."""
+        """Copy a report's tokens of these slots."""
         rows = np.array(slots, dtype=np.int64)[:, None]
         at = report.shown_start[rows] + self._columns
         before, after = self._tokens[rows, at], report.shown[rows[:, 0]]
@@ -47,18 +48,19 @@ class Transcripts:
         return found
 
     def steps(self, slot: int, begin: int, end: int) -> list[int]:
-        """In which of the slot's steps each of these positions was committed, from 1; 0 where it was fixed."""
+        """The slot's step that committed each of these positions, from 1; 0 for fixed tokens."""
         found: list[int] = self._steps[slot, begin:end].tolist()
         return found
 
     def confidence(self, slot: int, begin: int, end: int) -> list[float]:
-        """With which probability each of these positions was committed."""
+        """Confidence with which each of these positions was committed."""
         found: list[float] = self._confidence[slot, begin:end].tolist()
         return found
 
     def response(self, slot: int, begin: int, end: int, stops: Collection[int] = (), stops_from: int = 0) -> list[int]:
-        """What a sequence says from position `begin` on: up to a mask, `end`, or a stop token (left out) that is not
-        before the position `stops_from`.
+        """Tokens of a sequence from position `begin` up to a mask, `end`, or a stop token, which is left out.
+
+        Stop tokens before the position `stops_from` do not count.
         """
         tokens = self.tokens(slot, begin, end)
         cuts = (at for at, token in enumerate(tokens) if token < 0 or (token in stops and begin + at >= stops_from))

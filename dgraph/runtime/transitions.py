@@ -11,17 +11,17 @@ from dgraph.runtime.decode_state import DecodeState
 from dgraph.runtime.rule import Rule
 
 CANVAS_COLUMNS = 512
-"""Where transitions are captured, the canvas has a multiple of so many columns."""
+"""Columns of which the canvas has a multiple if transitions are captured."""
 WARM_COLUMNS = 4096
-"""Canvases of a block-causal model are padded to what a warm-up was given, up to so many columns."""
+"""Columns up to which canvases of a block-causal model are padded to the size of the warm-up."""
 
 
 class Transitions:
-    """Makes the transition of a batch, or hands out the one of the batch before.
+    """Make the transition of a batch, or reuse the one of the batch before.
 
     Args:
         pool: where it is captured; None to run it op by op.
-        compiler: finds it compiled, and compiles it in a warm-up; None captures it op by op.
+        compiler: provides the compiled transition, and compiles it in a warm-up; None captures it op by op.
     """
 
     def __init__(self, pool: GraphPool | None, compiler: TraceCompiler | None):
@@ -31,15 +31,15 @@ class Transitions:
 
     @property
     def compiles(self) -> bool:
-        """Whether a transition can be compiled."""
+        """True if transitions are compiled."""
         return self._compiler is not None
 
     def stride(self, block: int) -> int:
-        """Canvases have a multiple of so many columns."""
+        """Columns of which canvases have a multiple."""
         return -(-self._columns // block) * block if self._columns else max(block, CANVAS_COLUMNS // block * block)
 
     def widen(self, columns: int, block: int) -> None:
-        """Pad later canvases to so many columns, if they are not too many."""
+        """Pad later canvases to that many columns, rounded up to the stride, if they are at most `WARM_COLUMNS`."""
         if columns <= WARM_COLUMNS:
             self._columns = -(-columns // self.stride(block)) * self.stride(block)
 

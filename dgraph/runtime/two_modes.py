@@ -1,18 +1,19 @@
 """The state of models that work in two modes: they denoise a block, then encode it.
 
-A step of one mode differs from a step of the other in what its rows see, and in what they predict. The rows of a block
-that is denoised see all of it, and what they predict of its masks is committed. A block that is encoded holds no mask:
-its keys are written for good, each row predicts the position after it, and the last row the first token of the next
-block. One program runs both, and one step may hold both, of different sequences: every row has its own limit.
+The modes differ in the positions that rows see and predict. The rows of a block that is denoised see all of it, and
+their predictions for its masks are committed. A block that is encoded holds no mask, and its keys are final. Each of
+its rows predicts the position after it, and the last row the first token of the next block. One program runs both, and
+one step may hold both, of different sequences: every row has its own limit.
 
-Where a row that is encoded sees itself and what comes before it, not its whole block, a block begins wherever what is
-known ends, and fewer rows than a block can be encoded. So an autoregressive policy encodes each token as it comes; and
-one that drafts denoises a block once, encodes what that step predicted, and keeps the tokens up to the first that is
-not what the row before it predicts now.
+With causal encoding, a row that is encoded sees itself and the positions before it, not its whole block. Then a block
+begins where the known tokens end, and fewer rows than a block can be encoded. So an autoregressive policy encodes each
+token as it comes. A policy that drafts denoises a block once, and encodes the predictions of that step. It keeps the
+tokens up to the first that differs from the new prediction of the row before it.
 
-Where few keys are kept, steps that denoise choose them. Around a block, what is encoded sees every key: its own are
-final, and the next token is predicted from all. For a whole response, the first step that denoises chooses among the
-prompt's keys, and the others are gone: what is encoded after it sees what is kept, and predicts the next token from it.
+With a plan that keeps few keys, steps that denoise choose them. If they are chosen around each block, encoded rows see
+every key: their own are final, and the next token is predicted from all. If they are chosen for the whole response, the
+first step that denoises chooses among the prompt's keys, and the others are dropped. Rows encoded after it see the kept
+keys only, and predict the next token from these.
 """
 
 from __future__ import annotations
@@ -77,13 +78,19 @@ class TwoModeState(MixingState):
         most_rows: int | None = None,
         most_mixed: int = 0,
     ) -> TwoModeState:
-        """Before the first step. All that is known is prefilled but for what the first step itself encodes, to predict
-        the token that follows: the last row, or, where whole blocks are encoded, the last block. There, what is known
-        of a block that has masks begins that block, and nothing is encoded. What is prefilled may be `mixed` instead.
+        """Make the state before the first step.
 
-        prompt i64[b]: indices among all prompts. max_new_tokens, for all or i64[b].
-        canvas i64[b, T]: prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's last
-        block. sequences: only the first so many take part, default all; the others have no rows.
+        All known tokens are prefilled (or `mixed`), except for those that the first step encodes to predict the next
+        token. With causal encoding that is the last row, else the last block. In the latter case, known tokens of a
+        block that has masks begin that block, and nothing is encoded.
+
+        Args:
+            canvas: i64[b, T], prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's
+                last block.
+            prompt: i64[b], indices among all prompts.
+            prompt_end: i64[b].
+            sequences: number of sequences that take part, the first ones, default all; the others have no rows.
+            max_new_tokens: for all, or i64[b].
         """
         device, end = canvas.device, prompt_end + max_new_tokens
         given = cls.given_of(canvas, prompt_end, end, mask_id)
@@ -223,8 +230,9 @@ class TwoModeState(MixingState):
         self.canvas = self._on_canvas(torch.where(left, self.mask_id, tokens), self.canvas)
 
     def _write_next(self, token: Tensor, confidence: Tensor) -> Tensor:
-        """See `DecodeState`. What a step shows that encodes are the positions after its first one, of which the last
-        may be decided here.
+        """See `DecodeState`.
+
+        A step that encodes shows the positions after its first one, the last of which may be decided here.
         """
         whole = self.encodes & (self.final == self.block)
         wanted = whole & self._after_is_free

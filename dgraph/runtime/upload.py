@@ -1,4 +1,4 @@
-"""From the host to the device without a wait."""
+"""Copies from the host to the device that do not block the host."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 ALIGNED = 16
-"""Bytes: where each tensor of a copy begins is a multiple of it, as kernels that read several values at a time want."""
+"""Alignment in bytes of each tensor of a copy, as kernels that read several values at a time want it."""
 
 
 def upload(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """Tensors of the host on a device, made by one copy in the order of what was launched there.
+    """Copy tensors of the host to a device by one copy, in the order of the launches there.
 
-    A copy from memory that may move to another place waits for all that the device has to do; this one is from memory
-    that may not (the allocator of it knows when it can be used again), so that the host goes on at once.
+    A copy from pageable memory waits for all work of the device. This one is from pinned memory, so that the host goes
+    on at once; the allocator of that memory knows when it can be reused.
 
     Args:
-        device: where to.
-        tensors: on the host; each becomes a contiguous one, in memory that nothing else lies in.
+        device: the target.
+        tensors: on the host; each becomes a contiguous one, in memory that no other tensor uses.
     """
     ends = [0]
     for tensor in tensors:
