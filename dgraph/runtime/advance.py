@@ -427,7 +427,7 @@ def _distinct(pairs: Sequence[Assignment]) -> list[Assignment]:
     """Assignments that change a tensor, each tensor once."""
     held = {id(old) for old, _ in pairs}
     updates = {id(old): (old, new) for old, new in pairs if old is not new}
-    # A tensor that moves to another place (a policy may return what it was given) must be read before it changes.
+    # A tensor that is assigned to another (a policy may return one of its inputs) must be read before it changes.
     return [(old, new.clone() if id(new) in held else new) for old, new in updates.values()]
 
 

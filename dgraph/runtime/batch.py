@@ -136,7 +136,7 @@ class Batch:
             return
         tables = 2 if self.rule.guided else 1
         tokens = [first_positions(request, self.shape.block, self.by_block, self.spec) for request in requests]
-        # A block-causal model prefills what it gives back after its first step.
+        # A block-causal model needs these pages for the prefill, and gives them back after its first step.
         absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
         shared = [list(r.shared) for r in requests]
         rings = [ring_pages(request, self.shape.block, self.spec, self.kv) for request in requests]
@@ -365,7 +365,7 @@ class Batch:
         if self._observer is None:
             self._flying = _Flight(self._steps)
         else:
-            # The transition overwrites what it is given, and a program may return one of its inputs.
+            # The transition overwrites its inputs, and a program may return one of them.
             said = {name: value.clone() for name, value in result.outputs.items()}
             states = {name: advance.inputs[name].clone() for name in advance.carried}
             rows = advance.rows.head(count).clone()

@@ -3,7 +3,7 @@
 Columns [0, B) are the previous block, columns [B, 2B) the current one. A row of the previous block is forwarded once
 more to commit it (its keys and values then see the whole decoded block); it rides in the same forward as the next
 block's first step. That is exact for block-causal attention: every layer writes its keys before any row reads them, and
-each row has its own limit. So is what is left of a prompt (see `MixingState`).
+each row has its own limit. The rest of a prompt may ride in that forward too (see `MixingState`).
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class CanvasState(DecodeState):
             everything = self._seen(view)
             moved_keys = (everything != self.seen).any(dim=1)  # every slot is another row's
             self.full, self.whole, self.seen = self.full | moved_keys, self.whole | moved_keys, everything
-        # A row is also forwarded for what it predicts, whether its own keys are frozen or not.
+        # A row is also forwarded for its prediction, even if its own keys are frozen.
         part = everything & rows_of(region, view) & (~self.frozen | view.wanted)
         self.pending = torch.where(self.whole[:, None], everything, part)
 

@@ -414,7 +414,7 @@ class _GraphStage:
                 for step in self._everything if bridged else self.stage.steps:
                     step.run(slots)
             return partial(live_rows, slots, self.stage)
-        # A step that compares rows with what the caches hold of them must not run twice: it would compare with itself.
+        # A step that compares rows with their cached values must not run twice: it would compare them with themselves.
         if not (self.pool.preparing and self.stage.last) and not (fresh and found.ran):
             self._send(found.copied, found.buffers, slots, rows, sent)
             found.graph.replay()

@@ -60,10 +60,10 @@ class DecodeState(ABC):
     next step (see `grant`); shown i64[b, B]: tokens of the block that the last step was about, -1 where there is a
     mask; shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
     where there is a mask; shown_kept bool[b, B]: False where the last step evicted the row that predicts the position;
-    shown_start i64[b]: where that block begins; carried: by name, what the policy keeps from step to step (see
-    `carry`); canvas i64[b, T]: prompts, fixed tokens and what is decoded so far, mask tokens elsewhere.
+    shown_start i64[b]: where that block begins; carried: by name, tensors that the policy carries from step to step
+    (see `carry`); canvas i64[b, T]: prompts, fixed tokens and decoded tokens, mask tokens elsewhere.
 
-    What a request says, written with its slot: prompt i64[b]: index of each prompt among all of the call; given
+    Settings of a request, written with its slot: prompt i64[b]: index of each prompt among all of the call; given
     bool[b, T]: positions whose tokens came with it, those of the prompt and the fixed ones of the response; prompt_end
     i64[b]; end i64[b] = prompt + max_new_tokens; last i64[b]: the last position before it that was not given; keys
     i64[b, 2]: what draws start from, see `sequence_keys`; temperature f32[b]; stops_from i64[b]: the position from

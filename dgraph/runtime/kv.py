@@ -398,7 +398,7 @@ class KVStore:
             new = self._empty(name, pages)
             new[:kept] = old[:kept]
             self._caches[name] = new
-        # Only now: if memory ran out above, what was allocated before is still whole.
+        # Only now: if memory runs out above, the earlier allocations are still intact.
         self._free = list(range(pages - 1, kept - 1, -1)) + self._free
         self._owners = [*self._owners[:kept], *[0] * (pages - kept)]
         self._pages = pages

@@ -91,7 +91,7 @@ def _script(at: Moment) -> Tensor:
 
 
 def _adapt(at: Moment) -> Tensor:
-    # Where a prompt is recomputed, the response's other rows keep what they have (MaskKV A.9, algorithm 5).
+    # If a prompt is recomputed, the response's other rows keep their entries (MaskKV A.9, algorithm 5).
     return _given(at.state.action)[at.rows.sequence] == REUSE
 
 
@@ -138,13 +138,13 @@ OFFERS: dict[str, Offer] = {
     "step": Offer(torch.int32, "sequence", lambda at: at.state.counter.int()),
     "block_step": Offer(torch.int32, "sequence", lambda at: at.state.forwards.int()),
     "average": Offer(torch.float32, "sequence", _average),
-    # Keys: the cache's pages; positions that are always seen, and what is done about the others (`dgraph.ops.sparse`).
+    # Keys: the cache's pages; positions that are always seen, and the action on the others (`dgraph.ops.sparse`).
     "page_table": Offer(torch.int32, "sequence", None),
     "pack_start": Offer(torch.int32, "constant", None, needs="kv"),
     "window": Offer(torch.int32, "sequence", lambda at: _given(at.state.window), needs="kv"),
     "action": Offer(torch.int32, "sequence", lambda at: _given(at.state.action), needs="kv"),
     "adapt": Offer(torch.bool, "row", _adapt, needs="kv"),
-    # All positions that rows of a sequence may see, where it does not reuse what is packed.
+    # All positions that rows of a sequence may see, if it does not reuse packed keys.
     "key_positions": Offer(torch.int64, "key", _key_positions, needs="kv", late=True),
     "cu_keys": Offer(
         torch.int32, "offsets", lambda at: offsets_of(at.state.seen_keys().sum(dim=1)), needs="kv", late=True

@@ -446,7 +446,7 @@ class BlockSession:
         programs, asked = self._variant(policy, needs_logits), statistics_of(policy)
         inputs = declared({name: program.inputs for name, program in programs.items()}).values()
         self.kv.declare(spec for spec in inputs if spec.per == "position")
-        if asked and "logits" in programs["step"].output_names:  # the loop keeps what a program would
+        if asked and "logits" in programs["step"].output_names:  # the loop measures, so it needs their cache
             self.kv.declare([kept_rows(asked, self.spec.vocab)])
         prefill = programs["prefill"] if self.spec.attention == "block_causal" else None
         return Programs(programs["step"], programs.get("select"), prefill)

@@ -38,15 +38,15 @@ from dgraph.runtime.rows import StepRows, choose
 class TwoModeState(MixingState):
     """State of b sequences of such a model; see `MixingState`. Attributes that the transitions replace, too:
 
-    tokens i64[b, B]: the current block, with drafts where there are some; masked bool[b, B]: not decoded yet (a draft
-    is not); pending bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes them; partly bool[b]:
-    that step forwards a part of the block, whose rows also see the keys that are cached of what comes after it; final
-    i64[b]: how many rows of the block the last step encoded for good; changed bool[b, B]: decoded in the step before,
-    None without a plan; selected bool[b]: the prompt's keys that stay were chosen, None where none are.
+    tokens i64[b, B]: the current block, drafts included; masked bool[b, B]: not decoded yet (drafts are not); pending
+    bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes these rows; partly bool[b]: that step
+    forwards a part of the block, whose rows also see the cached keys of later parts; final i64[b]: rows of the block
+    that the last step encoded for good; changed bool[b, B]: decoded in the step before, None without a plan; selected
+    bool[b]: the kept keys of the prompt were chosen, None unless keys are chosen for the whole response.
 
     Fixed: plan: which steps of a block are full ones, None if no program asks; kv: which keys stay, None for all;
-    shift: 0 if a row that is denoised predicts its own position, 1 if the next one; causal: whether a row that is
-    encoded sees only what comes before it.
+    shift: 0 if a row that is denoised predicts its own position, 1 if the next one; causal: a row that is encoded sees
+    only itself and the positions before it.
     """
 
     encodes: Tensor
@@ -135,7 +135,7 @@ class TwoModeState(MixingState):
         if sub_blocks(policy, self.kind) is not None:
             return False
         autoregressive, drafts = (per_sequence(name, policy, self.kind) for name in ("autoregressive", "drafts"))
-        return autoregressive is False or drafts is True  # a token at a time, unless what was drafted is encoded
+        return autoregressive is False or drafts is True  # a token at a time, unless a draft is encoded
 
     @property
     def average(self) -> Tensor:
@@ -209,8 +209,8 @@ class TwoModeState(MixingState):
         return (self._own_live() & self.encodes[:, None]).sum(dim=1)
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
-        # A row that is encoded is right if its token is what the row before it predicts; the first that is not still
-        # decides the next token.
+        # A row that is encoded is right if the row before it predicts its token. The first that is not is still
+        # replaced by that prediction.
         wrong = candidates.masked & (candidates.token != candidates.current)
         encoded = candidates.committable & leading(~wrong, include=True)
         return choose(self.encodes, encoded, policy.choose(candidates))
@@ -281,7 +281,8 @@ class TwoModeState(MixingState):
         ahead = torch.cat([self.masked[:, self.shift :], torch.zeros_like(self.masked[:, : self.shift])], dim=1)
         again = choose(moved, torch.ones_like(masked), (self.pending & ~skipped) | ahead)
         if (parts := sub_blocks(policy, self.kind)) is not None:
-            # What is known of a block changes its first step alone: the next ones know it as it was.
+            # The first step of a block forwards all of it, even if known tokens begin a part; later steps see the
+            # cached keys of these tokens.
             first = torch.where(self.masked, torch.arange(self.block, device=moved.device), self.block).amin(dim=1)
             size = torch.where(parts > 0, parts, self.block)
             self.partly = (parts > 0) & ~moved & ~complete & (first % size > 0)

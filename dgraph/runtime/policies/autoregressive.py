@@ -1,4 +1,4 @@
-"""Rules by which a model that encodes causally decodes what its causal rows predict, one after the other."""
+"""Rules for models of causal encoding: they commit the predictions of causal rows from left to right."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Autoregressive(DecodeRule):
     autoregressive: ClassVar[bool] = True
 
     def choose(self, candidates: Candidates) -> Tensor:
-        return torch.zeros_like(candidates.masked)  # `TwoModeState` commits what is predicted
+        return torch.zeros_like(candidates.masked)  # `TwoModeState` commits the prediction
 
 
 @dataclass(frozen=True)

@@ -315,7 +315,7 @@ class _Own:
     """Identity of one object as a hashable value: equal to another identity of the same object only."""
 
     def __init__(self, owner: object):
-        self.owner = owner  # held, so that no other object gets its address
+        self.owner = owner  # a reference, so that no other object gets its address
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Own) and other.owner is self.owner

@@ -124,7 +124,7 @@ class DreamThreshold(DecodeRule):
     def choose(self, candidates: Candidates) -> Tensor:
         offered, committable, masks = candidates.offered, candidates.committable, candidates.masks_at_start
         steps = steps_of(self.steps, committable.shape[1])
-        # Budgets up to and including this step, less what was committed, is this one and all that was carried.
+        # Budgets up to and including this step, minus the committed tokens: this step's budget and all carried ones.
         done = candidates.step + 1
         budget = (done * (masks // steps) + torch.minimum(done, masks % steps)).minimum(masks) - candidates.decoded
         place = rank(offered)

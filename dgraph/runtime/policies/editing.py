@@ -12,7 +12,7 @@ from dgraph.runtime.policies.base import Candidates, DecodeRule, best, setting
 
 @dataclass(frozen=True)
 class JointThreshold(DecodeRule):
-    """Write a predicted token where it is confident: on masks, and on decoded tokens that it differs from.
+    """Write confident predictions over masks, and over decoded tokens that differ from them.
 
     Gamma = {i : masked, c_i > threshold}, or the most confident mask if that is empty (LLaDA2.1 eq. 1);
     Delta = {i : decoded, not of the prompt, token_i != current_i, c_i > edit_threshold} (eq. 2); both are written
