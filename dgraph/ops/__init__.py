@@ -7,8 +7,8 @@ another package comes into the table when a module that calls `define` is import
     SCALED = define("mine::scaled", scaled, samples=samples, contract=CONTRACT, by_row=("x",), kernel="mine.gpu:kernel")
 
 or when an op is looked up that is not there yet: then the modules that are named in the entry-point group "dgraph.ops"
-are imported (`dgraph.plugins`). `dgraph.testing.ops.check_op` says what an op owes. What a reference reads from
-arguments that are the same in every layer it can compute once for all of them (`dgraph.ops.per_stage`).
+are imported (`dgraph.plugins`). `dgraph.testing.ops.check_op` tests all that an op owes. A reference can compute values
+once for all layers if it derives them from arguments that are the same in every layer (`dgraph.ops.per_stage`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""dgraph::all_gather: what each rank of a group has, side by side."""
+"""dgraph::all_gather: concatenate the values of all ranks of a group along the last dimension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::all_reduce: the sum of what each rank of a group has."""
+"""dgraph::all_reduce: sum a value over the ranks of a group."""
 
 from __future__ import annotations
 

@@ -37,10 +37,10 @@ def reference(logits: Tensor, bias: Tensor | None, blocks: Tensor, capacity: int
 
 
 def check(logits: Tensor, blocks: Tensor, capacity: int) -> None:
-    """Raise if no block could choose.
+    """Refuse arguments by which no block could choose.
 
     Raises:
-        InputError: a capacity that is no number of the experts, or blocks that are not one number per row.
+        InputError: a capacity outside of 1 to the number of experts, or blocks that are not one number per row.
     """
     experts = logits.shape[-1]
     if not 1 <= capacity <= experts:

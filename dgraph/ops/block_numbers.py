@@ -1,4 +1,4 @@
-"""dgraph::block_numbers: which rows are of one block."""
+"""dgraph::block_numbers: a number for each row, the same for all rows of one block."""
 
 from __future__ import annotations
 

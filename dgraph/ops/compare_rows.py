@@ -1,4 +1,4 @@
-"""dgraph::compare_rows: what the cosine between rows and those of an earlier step is made of (DyLLM, dLLM-Cache)."""
+"""dgraph::compare_rows: sums of the cosine between rows and those of an earlier step (DyLLM, dLLM-Cache)."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def reference(
 
 
 def sums_of(new: Tensor, old: Tensor) -> Tensor:
-    """[R, 3] of rows [R, H, D]; in fp32 at least."""
+    """Sums [R, 3] of rows [R, H, D]: their product, the square of new and the square of old; in fp32 at least."""
     wide = numeric(new.dtype)
     a, b = new.flatten(1).to(wide), old.flatten(1).to(wide)
     return torch.stack([(a * b).sum(1), (a * a).sum(1), (b * b).sum(1)], 1)
 
 
 def cosine_of(sums: Tensor) -> Tensor:
-    """[R] from [R, 3], in [-1, 1]: 1 if both are zeros, 0 if one is; no number where a sum is none."""
+    """Cosines [R] in [-1, 1] from sums [R, 3]: 1 if both rows are zeros, 0 if one is, NaN if a sum is NaN."""
     dot, new, old = sums.unbind(1)
     product = new.sqrt() * old.sqrt()
     empty = (new == 0) & (old == 0)
@@ -91,7 +91,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A call whose second argument is a cache, with this in float8 and its scales."""
+    """Convert the cache of a call, its second argument, to float8, and append its scales."""
     stored, scale = scaled(args[1])
     return args[0], stored, *args[2:], scale
 
@@ -99,8 +99,10 @@ def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def changed_rows(
     counts: tuple[int, ...], starts: tuple[int, ...], page: int, heads: int, d: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows, a cache that holds some close to them (zeros, opposites and zeros on both sides among them), positions,
-    page_table and cu_rows.
+    """Draw rows, a cache that holds rows near them, positions, page_table and cu_rows.
+
+    If there are more than three rows, the first three are special. The cache holds zeros for the first and the opposite
+    of the third, and both sides are zeros for the second.
     """
     cu_rows, positions = cu_rows_of(counts), positions_of(counts, starts)
     table, pages = page_table_of([c + s for c, s in zip(counts, starts, strict=True)], page, generator)
@@ -116,7 +118,7 @@ def changed_rows(
 
 
 def nearby(rows: Tensor, generator: torch.Generator) -> Tensor:
-    """Rows that are close to the given ones in every other case, and far from them in the rest."""
+    """Perturb rows by noise: even ones by 0.02 of the mean magnitude, odd ones by all of it."""
     noise = torch.randn(rows.shape, generator=generator)
     amount = torch.tensor([0.02, 1.0]).repeat(len(rows))[: len(rows), None, None]
     return rows + amount * noise * rows.abs().mean()

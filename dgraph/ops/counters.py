@@ -1,7 +1,8 @@
-"""Counters that are zero when a kernel starts, as programs need that count which of them ends last.
+"""Counters that are zero when a kernel starts, by which programs tell which of them ends last.
 
-A call takes some of its own. Outside of `shared` each takes a kernel more, which sets them to zero; within it one such
-kernel serves many calls. In the capture of a CUDA graph that kernel is a part of the graph, and runs at every replay.
+Each call takes counters of its own. Outside of `shared` every call launches one more kernel, which sets them to zero;
+within it one such kernel serves many calls. While a CUDA graph is captured, that kernel becomes part of the graph and
+runs at every replay.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 16
-"""Counters that are set to zero at a time."""
+"""Counters that one kernel sets to zero."""
 ALIGNED = 4
-"""A call's begin at a multiple: 16 bytes, which Triton tells from less, and compiles a kernel for either."""
+"""The counters of a call begin at a multiple of this, 16 bytes: Triton compiles one more kernel for less alignment."""
 _SHARED: ContextVar[dict[torch.device, list[Tensor]] | None] = ContextVar("dgraph counters", default=None)
 
 
 @contextmanager
 def shared() -> Iterator[None]:
-    """Within it, calls take counters that one kernel sets to zero, before the first of them.
+    """Let calls take counters that one kernel sets to zero, before the first of them.
 
-    For the capture of a graph, which the whole of it must lie within. What was taken must not be used after its end.
+    It is for the capture of a graph, and must begin and end within that capture. Its counters must not be used after
+    its end.
     """
     token = _SHARED.set({})
     try:
@@ -34,13 +36,13 @@ def shared() -> Iterator[None]:
 
 
 def zeros(n: int, device: torch.device) -> Tensor:
-    """i32 [n] of zeros, for one launch."""
+    """Zeroed counters i32[n] for one launch."""
     chunks = _SHARED.get()
     if chunks is None or n > CHUNK:
         return torch.zeros(n, dtype=torch.int32, device=device)
     left = chunks.setdefault(device, [])
     if not left or n > len(left[-1]):
-        # What was taken before stays held as well: its memory must not become another tensor's within the graph.
+        # Earlier chunks stay referenced: within the graph their memory must not become another tensor's.
         left.append(torch.zeros(CHUNK, dtype=torch.int32, device=device))
     taken, left[-1] = left[-1][:n], left[-1][-(-n // ALIGNED) * ALIGNED :]
     return taken

@@ -1,4 +1,4 @@
-"""dgraph::dequantise: a weight from what is stored of it."""
+"""dgraph::dequantise: a weight from its stored numbers, scales and zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::dequantise_rows: what 8-bit numbers with a scale of each row stand for."""
+"""dgraph::dequantise_rows: rows from their 8-bit numbers and one scale per row."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ def limits_of(counts: Sequence[int], starts: Sequence[int], block: int) -> Tenso
 
 
 def pad_rows(value: Tensor, rows: int) -> Tensor:
-    """`value` with padding rows: NaN, True or a large number, which no result may depend on."""
+    """Append padding rows to `value`: NaN, True or a large number, on which no result may depend."""
     filler = float("nan") if value.is_floating_point() else True if value.dtype == torch.bool else 1_000_003
     return torch.cat([value, value.new_full((rows, *value.shape[1:]), filler)])
 
 
 def without_pages(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
-    """A call whose argument number `at` is a page table, with no page for each sequence's first positions."""
+    """Take the page of each sequence's first positions out of the page table, argument number `at` of a call."""
     table = args[at].clone()
     table[:, 0] = -1
     return *args[:at], table, *args[at + 1 :]
@@ -41,7 +41,7 @@ def without_pages(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
 def page_table_of(lengths: Sequence[int], page: int, generator: torch.Generator) -> tuple[Tensor, int]:
     """i32[b, P] with pages in random order (-1: none), and the number of pages in the pool.
 
-    The pool holds two pages that belong to nobody.
+    Two pages of the pool belong to no sequence.
     """
     needed = [-(-length // page) for length in lengths]
     order = torch.randperm(sum(needed) + 2, generator=generator).int()

@@ -1,4 +1,4 @@
-"""dgraph::drift: which rows' attention context has changed since an earlier step (DyLLM)."""
+"""dgraph::drift: flag the rows whose attention context has changed since an earlier step (DyLLM)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::drifted: which rows have changed since an earlier step, by the sums of their cosines (DyLLM)."""
+"""dgraph::drifted: flag the rows that have changed since an earlier step, by the sums of their cosines (DyLLM)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def draw(counts: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Sums of cosines 0.1 apart, in any order; zeros on either side and no number among them."""
+    """Draw sums of cosines that lie 0.1 apart, in random order.
+
+    If there are more than three rows, the first three are special. Both sides of the first are zeros, the old side of
+    the second is zeros, and the sums of the third are NaN.
+    """
     count = sum(counts)
     cosines = 0.1 * torch.randperm(count, generator=generator) - 0.85
     new, old = torch.rand(2, count, generator=generator) + 0.5

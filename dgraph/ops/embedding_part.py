@@ -1,4 +1,4 @@
-"""dgraph::embedding_part: the vectors of those ids that a rank has."""
+"""dgraph::embedding_part: the vectors of ids, from the part of the table that a rank has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def reference(weight: Tensor, ids: Tensor, first: Tensor) -> Tensor:
 
 
 def place_of(ids: Tensor, first: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of ids in a part of so many, whose first one is of id `first`, and which ids are outside of it: row 0."""
+    """Rows of ids in a part of the table that holds `count` ids from `first` on, and flags of the ids outside of it.
+
+    An id outside of the part has row 0.
+    """
     local = ids - first
     outside = (local < 0) | (local >= count)
     return local.masked_fill(outside, 0), outside

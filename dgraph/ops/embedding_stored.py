@@ -1,4 +1,4 @@
-"""dgraph::embedding_stored: the vectors of ids, of a table as it is stored."""
+"""dgraph::embedding_stored: the vectors of ids, from a quantised table."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def reference(
 
 
 def chosen(choice: Tensor, experts: int) -> Tensor:
-    """bool[N, k]: slots that name an expert."""
+    """Flag the slots that name an expert, bool[N, k]."""
     return (choice >= 0) & (choice < experts)
 
 
@@ -66,7 +66,7 @@ def feed_forward(
     activation: str,
     inner: str | None,
 ) -> Tensor:
-    """Rows [n, d] through one expert -> [n, d]."""
+    """Pass rows [n, d] through one expert -> [n, d]."""
     rows = gated(multiply(x, gate_up), activation)
     if inner is None:
         return multiply(rows, down)
@@ -75,7 +75,10 @@ def feed_forward(
 
 
 def meets(kind: str | None, weight: Tensor | QuantisedWeight) -> bool:
-    """Whether a weight is stored in numbers by which rows in a kind are multiplied as they are."""
+    """True if the stored numbers of a weight multiply rows of a kind without being dequantised.
+
+    They have the format of the kind, one scale along each row, and no zeros.
+    """
     if kind is None or not isinstance(weight, QuantisedWeight):
         return False
     by_row = weight.scales.shape[-1] == 1 and weight.zeros is None
@@ -83,13 +86,13 @@ def meets(kind: str | None, weight: Tensor | QuantisedWeight) -> bool:
 
 
 def gated(both: Tensor, activation: str) -> Tensor:
-    """act(gate) * up of [n, 2f] -> [n, f]."""
+    """Compute act(gate) * up of [n, 2f] -> [n, f]."""
     gate, up = both.to(numeric(both.dtype)).chunk(2, dim=-1)
     return (ACTIVATIONS[activation](gate) * up).to(both.dtype)
 
 
 def combine(each: Tensor, weight: Tensor, live: Tensor) -> Tensor:
-    """The weighted sum of each row's slots, in order; slots that are not live must be zero in `each` [N, k, d]."""
+    """Sum the weighted slots of each row, in order; slots that are not live must be zero in `each` [N, k, d]."""
     weight = weight.to(numeric(each.dtype)).masked_fill(~live, 0.0)
     total = each.new_zeros((each.shape[0], each.shape[2]), dtype=weight.dtype)
     for slot in range(each.shape[1]):
@@ -98,7 +101,7 @@ def combine(each: Tensor, weight: Tensor, live: Tensor) -> Tensor:
 
 
 def can_group(x: Tensor | QuantisedRows, gate_up: Tensor | QuantisedWeight) -> bool:
-    """Whether `torch.nn.functional.grouped_mm` takes these operands without reading the bounds on the host.
+    """True if `torch.nn.functional.grouped_mm` takes these operands without reading the bounds on the host.
 
     On a GPU it does so for bf16 with rows of a multiple of 16 bytes, from compute capability 8.0 on.
     """
@@ -111,8 +114,12 @@ def can_group(x: Tensor | QuantisedRows, gate_up: Tensor | QuantisedWeight) -> b
 
 
 def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """rows [N, d_in], of which those up to ends[e] and from ends[e - 1] on are of weight e, by weight [E, d_out, d_in],
-    in torch's own product -> [N, d_out]; operands as `can_group` says.
+    """Multiply the rows of each expert by its weight, in torch's own product -> [N, d_out].
+
+    Args:
+        rows: [N, d_in], as `can_group` says; those from ends[e - 1] on and up to ends[e] are multiplied by weight e.
+        weight: [E, d_out, d_in], as `can_group` says.
+        ends: i32[E].
     """
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
@@ -148,8 +155,11 @@ def fake(x: Tensor, *rest: Any) -> Tensor:
 def workspace(
     device: torch.device, x: Tensor, choice: Tensor, weight: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
 ) -> int:
-    """Bytes of each slot's row before and after the products, and of what lies between them; on a CPU, where one expert
-    follows the other, of what lies there for one of evenly loaded experts, or of two sums at the end.
+    """Bytes that a call allocates beside its result.
+
+    On a GPU: each slot's row before and after the products, and the values between them. On a CPU, where one expert
+    follows the other: each slot's row, and the larger of two amounts. One is the values between the products of one of
+    evenly loaded experts, the other is two sums at the end.
     """
     slots, width, inner = choice.numel(), x.shape[1], down.shape[2]
     if device.type == "cuda":

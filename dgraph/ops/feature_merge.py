@@ -1,4 +1,4 @@
-"""dgraph::feature_merge: one vector per row, new where a row is listed, and else what a paged cache holds."""
+"""dgraph::feature_merge: one vector per row, the new one if the row is listed, else that of a paged cache."""
 
 from __future__ import annotations
 

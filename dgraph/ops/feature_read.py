@@ -1,4 +1,4 @@
-"""dgraph::feature_read: what a paged cache holds of the positions of rows."""
+"""dgraph::feature_read: read one vector per row from a paged cache."""
 
 from __future__ import annotations
 

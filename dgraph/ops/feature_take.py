@@ -1,4 +1,4 @@
-"""dgraph::feature_take: what a paged cache holds in the slots of rows."""
+"""dgraph::feature_take: read one vector per row from a paged cache, by the slots of the rows."""
 
 from __future__ import annotations
 

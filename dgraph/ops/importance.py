@@ -1,4 +1,4 @@
-"""dgraph::importance: how much the candidates of a block attend to each of them (FOCUS, Eq. 2)."""
+"""dgraph::importance: attention that each candidate of a block receives from all of them (FOCUS, Eq. 2)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reference(q: Tensor, k: Tensor, candidate: Tensor, cu_rows: Tensor, scale: f
 
 
 def _mass(q: Tensor, k: Tensor, live: Tensor, scale: float, pool: int) -> Tensor:
-    """[g, m]: attention received by each key of padded lists, q[g, m, Hq, D] and k[g, m, Hkv, D]."""
+    """Attention [g, m] that each key of padded lists receives, of q [g, m, Hq, D] and k [g, m, Hkv, D]."""
     g, m, heads, d = q.shape
     kv_heads = k.shape[2]
     # Query heads of one KV head are stacked as rows of one matrix, so that keys are not repeated.
@@ -55,7 +55,7 @@ def _mass(q: Tensor, k: Tensor, live: Tensor, scale: float, pool: int) -> Tensor
     for shift in range(1, min(pool // 2, m - 1) + 1):
         torch.maximum(pooled[..., shift:], scores[..., :-shift], out=pooled[..., shift:])
         torch.maximum(pooled[..., :-shift], scores[..., shift:], out=pooled[..., :-shift])
-    pooled.masked_fill_(dead, -torch.inf)  # the window of a slot past the end reaches back into the list
+    pooled.masked_fill_(dead, -torch.inf)  # a pool around a slot past the end reaches back into the list
     mass = pooled.softmax(-1).view(g, heads, m, m)
     return mass.masked_fill_(~live[:, None, :, None], 0).sum((1, 2))
 

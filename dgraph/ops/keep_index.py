@@ -1,4 +1,4 @@
-"""dgraph::keep_index: from a flag per row to the list of kept rows."""
+"""dgraph::keep_index: list the kept rows, from one flag per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::kv_pack: choose what each KV head keeps, and copy it together (MaskKV A.9; dLLM-Serve 4.5; Ada-KV)."""
+"""dgraph::kv_pack: choose the entries that each KV head keeps, and pack them (MaskKV A.9; dLLM-Serve 4.5; Ada-KV)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ POOLING = ("max", "mean")
 
 
 def check_options(ratio: float, pairs: int, heads: str, floor: float, pool: int, pooling: str, recent: int) -> None:
-    """Refuse settings outside of the contract."""
+    """Refuse settings outside of the contract by an InputError."""
     for right, what, got in (
         (heads in HEADS, f"heads must be one of {', '.join(HEADS)}", heads),
         (pooling in POOLING, f"pooling must be one of {', '.join(POOLING)}", pooling),
@@ -65,7 +65,7 @@ def check_options(ratio: float, pairs: int, heads: str, floor: float, pool: int,
 
 
 def check_own(score: Tensor, k: Tensor, first: Tensor | None) -> None:
-    """Refuse scores of other heads than the keys', unless it is said which of them these are."""
+    """Refuse scores of other heads than the keys', by an InputError; with `first` they may be of more heads."""
     if score.shape[1] != k.shape[1] and (first is None or score.shape[1] < k.shape[1]):
         raise InputError(
             f"dgraph::kv_pack: score is of {score.shape[1]} heads, but k of {k.shape[1]}. Pass scores of as many, or "
@@ -150,7 +150,7 @@ def reference(
 def _copy(
     vectors: Tensor, scale: Tensor | None, of: tuple[Any, ...], pack: Tensor, pack_scale: Tensor | None, to: slice
 ) -> None:
-    """Vectors as they are stored, with their scales; rounded only where they are not stored in float8 yet."""
+    """Copy vectors as they are stored, with their scales; round only those that are not stored in float8 yet."""
     check_scale("kv_pack", vectors, scale)
     if scale is None:
         store("kv_pack", vectors[of], to, pack, pack_scale)
@@ -162,7 +162,7 @@ def _copy(
 
 
 def pooled(score: Tensor, pool: int, pooling: str) -> Tensor:
-    """A copy of scores [Hkv, n], pooled along n; means are sums in ascending order, divided by their size."""
+    """Pool scores [Hkv, n] along n, in a copy; a mean is a sum in ascending order, divided by the number of addends."""
     n, half = score.shape[1], min(pool // 2, max(0, score.shape[1] - 1))
     out = torch.zeros_like(score) if pooling == "mean" else torch.full_like(score, -torch.inf)
     size = score.new_zeros(n)
@@ -174,12 +174,12 @@ def pooled(score: Tensor, pool: int, pooling: str) -> Tensor:
 
 
 def best(score: Tensor, size: int) -> Tensor:
-    """i64[size]: where the largest of score[n] are, ascending; ties: the first."""
+    """Indices i64[size] of the largest of score [n], ascending; ties: the lower index."""
     return score.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def sizes(plain: Tensor, ranked: Tensor, budget: int, heads: str, floor: float) -> list[int]:
-    """k_h of each head, from scores [Hkv, n] as they came and as they rank."""
+    """Number of entries that each head keeps, k_h, from scores [Hkv, n] as they came and as they rank."""
     count, n = plain.shape
     if heads == "uniform" or budget == n:
         return [budget] * count
@@ -244,7 +244,7 @@ def draw(
     levels: int = 0,
     keep_index: bool = True,
 ) -> tuple[Any, ...]:
-    """A random call, with an entry more than each sequence can need; with `levels`, scores are that coarse."""
+    """Draw a call, with one entry more than each sequence can need; with `levels`, scores are rounded to tie."""
     m, b = sum(counts), len(counts)
     score = torch.rand(m, heads, generator=generator) * (1 + torch.arange(heads))
     if levels:
@@ -266,7 +266,7 @@ def draw(
 
 
 def in_float8(call: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
-    """The call with packed caches in float8; k and v, too, if they are stored already."""
+    """Convert the packed caches of a call to float8; with `stored`, its k and v, too."""
     score, k, v, *rest = call
     k_scale = v_scale = None
     if stored:
@@ -277,7 +277,7 @@ def in_float8(call: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
 
 
 def padded(call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same call on copies of what it writes, with padding rows."""
+    """Append padding rows to a call, and copy the tensors that it writes."""
     return (
         *(pad_rows(x, 3) for x in call[:4] if isinstance(x, Tensor)),
         *(x.clone() if isinstance(x, Tensor) else x for x in call[4:21]),

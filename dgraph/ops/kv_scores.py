@@ -1,4 +1,4 @@
-"""dgraph::kv_scores: how well each key of a sequence fits the mean query of its window (Sparse-dLLM, dLLM-Serve)."""
+"""dgraph::kv_scores: score each key of a sequence by the mean query of its window (Sparse-dLLM, dLLM-Serve)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::kv_update: store the keys and values of changed rows, and tell by how much the values changed."""
+"""dgraph::kv_update: store the keys and values of changed rows, and return the change of the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::kv_votes: how much attention chosen rows of a sequence pay to each of its keys (MaskKV, SnapKV, H2O)."""
+"""dgraph::kv_votes: attention that chosen rows of a sequence pay to each of its keys (MaskKV, SnapKV, H2O)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reference(
 
 
 def _votes(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """[K, Hkv] from voters q[V, Hq, D], keys k[K, Hkv, D] and bool[V, K]."""
+    """Votes [K, Hkv] of voters q [V, Hq, D] for keys k [K, Hkv, D]; seen: bool[V, K], the keys that a voter sees."""
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     # Query heads of one KV head are stacked as rows of one matrix, so that keys are not repeated.
     stacked = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
@@ -96,7 +96,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("no rows", (0, 0), ((0, 4), (0, 4)), (SELECT, SELECT), (2, 1), 8, 0, ALL),
     ):
         yield sample(name, counts, windows, actions, heads, d, first, last, generator)
-    # Every second query row is there, and limits below the last key: some rows see few keys, some see none.
+    # Every second query row takes part, and limits lie below the last key: some rows see few keys, some see none.
     whole = sample("", (16, 10), ((8, 12), (4, 8)), (SELECT, SELECT), (4, 2), 8, 0, ALL, generator).args
     q, k, positions, key_positions, _, cu_keys, limit, *rest = whole
     limit = (limit - torch.arange(26).int() % 18).clamp(min=0)
@@ -107,7 +107,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A call whose second argument is keys, with these in float8 and their scales."""
+    """Convert the keys of a call, its second argument, to float8, and append their scales."""
     stored, scale = scaled(args[1])
     return args[0], stored, *args[2:], scale
 
@@ -123,7 +123,7 @@ def sample(
     last: int,
     generator: torch.Generator,
 ) -> Sample:
-    """A call whose key rows are its query rows, from position 0 on, and every row sees them all."""
+    """A call whose key rows are its query rows, from position 0 on; every row sees all of them."""
     q, k = (torch.randn(sum(counts), h, d, generator=generator) * 2 for h in heads)
     cu, positions = cu_rows_of(counts), positions_of(counts, [0] * len(counts))
     limit = torch.tensor(counts).repeat_interleave(torch.tensor(counts)).int()

@@ -53,7 +53,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def in_float8(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Some of the samples with caches in float8, and a vector of zeros and one of tiny numbers among the rows."""
+    """Convert the caches of some samples to float8; a vector of zeros and one of tiny numbers are among their rows."""
     for sample in samples:
         if sample.name.startswith(("one", "ragged")):
             assert sample.padded is not None

@@ -1,4 +1,4 @@
-"""dgraph::linear: a linear layer by a weight as it is stored."""
+"""dgraph::linear: a linear layer whose weight may be quantised."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def workspace(device: torch.device, x: Tensor, weight: Tensor, *rest: object) -> int:
-    """What a GPU dequantises of a stored weight for many rows, see `dgraph.ops.stored`."""
+    """Bytes of the weight that a GPU dequantises for many rows, see `dgraph.ops.stored`."""
     return stored.workspace(device, x, weight)
 
 

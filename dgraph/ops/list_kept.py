@@ -1,4 +1,4 @@
-"""dgraph::list_kept: from a flag per row to the list of kept rows, whose length stays on the device."""
+"""dgraph::list_kept: list the kept rows, from one flag per row; the length of the list stays on the device."""
 
 from __future__ import annotations
 

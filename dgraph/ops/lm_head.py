@@ -1,4 +1,4 @@
-"""dgraph::lm_head: logits of the candidates, in chunks, reduced at once to a token and how sure it is."""
+"""dgraph::lm_head: logits of the candidates, in chunks, reduced at once to a token and its confidence."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def decode_candidates(
     packed: bool,
     measure: Callable[[Tensor, Tensor, Tensor], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dgraph::lm_head, which also gives each chunk's rows i64[R], logits [R, V] and tokens i64[R] to `measure`."""
+    """Run dgraph::lm_head, and pass each chunk's rows i64[R], logits [R, V] and tokens i64[R] to `measure`."""
     token = seed.new_full(candidate.shape, -1)
     confidence, margin = (token.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
     entropy = torch.full_like(confidence, torch.inf)
@@ -86,10 +86,10 @@ def each_chunk(
     packed: bool,
     take: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Give the rows i64[R] and the logits [R, V] of each chunk of candidates to a function that keeps no logits.
+    """Pass the rows i64[R] and the logits [R, V] of each chunk of candidates to `take`, which must keep no logits.
 
     Raises:
-        InputError: chunks of no row.
+        InputError: max_num_logits is below 1.
     """
     if max_num_logits < 1:
         raise InputError(f"dgraph::lm_head: max_num_logits must be at least 1 row, got {max_num_logits}.")
@@ -103,7 +103,7 @@ def each_chunk(
 
 
 class RowDecisions(NamedTuple):
-    """What each of R rows of logits says; see the contract of dgraph::lm_head.
+    """Decisions on R rows of logits; see the contract of dgraph::lm_head.
 
     token i64[R]; confidence, margin, entropy f32[R] (float64 of float64 logits).
     """
@@ -115,7 +115,7 @@ class RowDecisions(NamedTuple):
 
 
 def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1) -> RowDecisions:
-    """A token for each row of logits, its probability, and margin and entropy of the distribution it is from.
+    """Choose a token for each row of logits, with its probability, and margin and entropy of its distribution.
 
     Args:
         logits: [R, V].
@@ -143,14 +143,14 @@ def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: i
 
 
 def gumbel(seed: Tensor, vocab: int, first: Tensor | int = 0) -> Tensor:
-    """f32[R, vocab]: standard Gumbel noise of the ids from `first` on, a function of (seed, vocabulary id) alone."""
+    """Standard Gumbel noise f32[R, vocab] of the ids from `first` on, a function of (seed, vocabulary id) alone."""
     index = torch.arange(vocab, dtype=torch.int64, device=seed.device) + first
     bits = _hash(seed & MASK32)
     bits = _hash(bits ^ ((seed >> 32) & MASK32))
     one, other = bits[:, None], _hash(bits ^ 0x5BD1E995)[:, None]
     # Two keyed rounds: with one, the draws of two seeds would be the same noise in another order.
     noise = _hash((_hash(index ^ one) + other).bitwise_and_(MASK32))
-    # The tail that can win is where the survival probability is small, and there fp32 resolves it best.
+    # Noise that can win lies in the tail of small survival probabilities, where fp32 resolves best.
     survival = noise.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
     return survival.neg_().log1p_().neg_().log_().neg_()
 
@@ -185,8 +185,11 @@ def workspace(
     packed: bool = False,
     *rest: Any,
 ) -> int:
-    """Bytes of one chunk: its logits; on a GPU with its rows, and the weight if it is dequantised first
-    (`dgraph.ops.stored`); on a CPU with three copies in fp32 (at temperature 0).
+    """Bytes of one chunk.
+
+    On a GPU: its logits, its rows unless they are packed, and the weight if it is dequantised first
+    (`dgraph.ops.stored`). On a CPU: its logits, and two or three copies of them in fp32 (at temperature 0). The third
+    is for an id to suppress, or for logits in half precision.
     """
     rows = min(len(candidate), max_num_logits)
     logits = rows * len(weight)

@@ -1,4 +1,4 @@
-"""dgraph::lm_head_combine: what dgraph::lm_head gives, from the numbers of all ranks."""
+"""dgraph::lm_head_combine: the results of dgraph::lm_head, from the numbers of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::lm_head_measured: as dgraph::lm_head, and further statistics of each row's distribution."""
+"""dgraph::lm_head_measured: dgraph::lm_head with further statistics of each row's distribution."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fake(h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *res
 def workspace(
     device: torch.device, h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *rest: Any
 ) -> int:
-    """Bytes of one chunk: as dgraph::lm_head on a GPU, or its logits, with three copies in fp32 for a statistic."""
+    """Bytes of one chunk: on a GPU those of dgraph::lm_head, else its logits; and three fp32 copies for a statistic."""
     logits = min(len(candidate), rest[2]) * len(weight)
     head = lm_head.workspace(device, h, weight, bias, candidate, *rest)
     given = head if device.type == "cuda" else logits * h.element_size()

@@ -1,4 +1,4 @@
-"""dgraph::lm_head_part: as dgraph::lm_head over those ids that a rank has, as far as one rank can go."""
+"""dgraph::lm_head_part: one rank's share of dgraph::lm_head, over the ids that the rank has."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ dgraph::lm_head_combine makes of the numbers of all ranks, 28 bytes a row and ra
 
 NUMBERS = 7
 LOWEST = -1e30
-"""Where there is no x: the difference of two infinities is no number."""
+"""Stands in for -inf where there is no x, because the difference of two infinities is NaN."""
 NO_TOKEN = 2**31 - 1
 MOST_IDS = 2**24
-"""Ids that a float32 tells apart."""
+"""Number of ids that float32 tells apart."""
 
 
 def reference(
@@ -58,7 +58,7 @@ def reference(
 
 
 def numbers_of(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int, first: Tensor, vocab: int) -> Tensor:
-    """[R, 7]: the numbers of rows of logits [R, V]; see the contract."""
+    """Numbers [R, 7] of rows of logits [R, V]; see the contract."""
     x = logits.to(numeric(logits.dtype))
     ids = torch.arange(x.shape[1], device=x.device) + first
     x = x.masked_fill((ids >= vocab) | (ids == suppress), -torch.inf)
@@ -81,7 +81,7 @@ def numbers_of(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int,
 
 
 def merged(top: Tensor, total: Tensor, spread: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, 1] each: the largest x of all shares, and their sums over it, from those of W shares [R, W]."""
+    """Merge the largest x and the two sums of W shares, [R, W] each, into those of all shares, [R, 1] each."""
     highest = top.amax(-1, keepdim=True)
     gap = highest - top
     fade = torch.exp(-gap)
@@ -93,7 +93,7 @@ def fake(h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *res
 
 
 def workspace(device: torch.device, h: Tensor, *rest: Any) -> int:
-    """Bytes of one chunk: as dgraph::lm_head; on a CPU with another copy in fp32."""
+    """Bytes of one chunk: those of dgraph::lm_head; on a CPU with one more copy in fp32."""
     weight, _, candidate = rest[:3]
     logits = min(len(candidate), rest[5]) * len(weight)
     more = 0 if device.type == "cuda" else logits * numeric(h.dtype).itemsize

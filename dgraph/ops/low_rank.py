@@ -1,4 +1,4 @@
-"""dgraph::low_rank: what a low-rank adapter adds to a linear layer, on some rows (LoRA, Hu et al., 2021)."""
+"""dgraph::low_rank: add a low-rank adapter to the result of a linear layer, on some rows (LoRA, Hu et al., 2021)."""
 
 from __future__ import annotations
 

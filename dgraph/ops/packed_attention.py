@@ -42,7 +42,7 @@ def reference(
         at, end = positions[rows], limit[rows]
         since = None if origin is None else origin[rows]
         hidden = hidden_keys(at, end, since, window).logical_or_(~group.live[:, None, :])
-        # Positions ascend: who does not see the first row sees none, unless it is behind the window.
+        # Positions ascend: a row that does not see the first key sees none, unless that key is behind the window.
         blind = at[:, :1] >= end if origin is None else hidden.all(dim=2)
         mask = mask_of(hidden, q.dtype)
         group.scatter(out, attend(take(q, rows), take(k, rows), take(v, rows), mask, blind, scale))

@@ -65,15 +65,15 @@ def reference(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """What attention of one sequence reads, in every layer.
+    """Arguments of attention over one sequence, shared by all layers.
 
     Attributes:
         rows: its rows.
-        count: how many these are.
-        pages: i64[n], those of its first `length` positions, and more up to a number that depends on it alone.
-        length: positions that any of its rows sees.
+        count: number of its rows.
+        pages: i64[n], pages of its first `length` positions, filled up to a number that depends on `length` alone.
+        length: number of positions that any of its rows sees.
         slots: i64[K], the positions in those pages.
-        mask: [1, 1, K], see `attend`, where all rows see the same; else None: it would take too much to keep.
+        mask: [1, 1, K], see `attend`, if all rows see the same; else None, because it would take too much memory.
     """
 
     rows: slice
@@ -84,7 +84,10 @@ class _Sequence:
     mask: Tensor | None
 
     def taken(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """[1, K, Hkv, D]: the positions in those pages, in order, as numbers of a dtype; zeros from `length` on."""
+        """Keys or values [1, K, Hkv, D] of the positions in those pages, in order and in `dtype` if there are scales.
+
+        They are zeros from `length` on.
+        """
         values = cache.index_select(0, self.pages).flatten(0, 1)
         if scale is not None:
             values = unscaled(values, scale.index_select(0, self.pages).flatten(0, 1), dtype)
@@ -95,7 +98,7 @@ class _Sequence:
 
 @per_stage
 def _sequences(page_table: Tensor, cu_rows: Tensor, limit: Tensor, page: int, dtype: torch.dtype) -> list[_Sequence]:
-    """The sequences of which a row sees anything."""
+    """Sequences with a row that sees at least one position."""
     starts, limits = cu_rows.tolist(), limit.tolist()
     found = []
     for s, table in enumerate(page_table.tolist()):
@@ -112,7 +115,11 @@ def _sequences(page_table: Tensor, cu_rows: Tensor, limit: Tensor, page: int, dt
 
 
 def _pages(table: list[int], length: int, page: int) -> list[int]:
-    """The pages of a sequence's first `length` positions, filled up to a number that depends on the sequence alone."""
+    """Pages of a sequence's first `length` positions, filled up to a number that depends on `length` alone.
+
+    Raises:
+        InputError: the table is too short, or has no page for one of these positions.
+    """
     if length > len(table) * page:
         raise InputError(
             f"dgraph::paged_attention: a row sees {length} positions, but the page table holds "
@@ -128,7 +135,7 @@ def _pages(table: list[int], length: int, page: int) -> list[int]:
 
 
 def _filled_up(values: Tensor) -> Tensor:
-    """The rows of a sequence, and its first row again up to their padded number."""
+    """Fill up the rows of a sequence to their padded number with copies of its first row."""
     more = padded_length(len(values)) - len(values)
     return torch.cat([values, values[:1].expand(more, *values.shape[1:])]) if more else values
 
@@ -138,8 +145,10 @@ def fake(q: Tensor, *rest: Any) -> Tensor:
 
 
 def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, *rest: Any) -> int:
-    """Bytes of the shares that are added up, where keys are divided; on a CPU of the keys and values of a sequence and
-    of the one before it, of a sequence's rows before and after, and of what every sequence sees.
+    """Bytes that a call allocates beside its result.
+
+    On a GPU: the shares that are added up if the keys of a sequence are divided. On a CPU: the keys and values of a
+    sequence and of the one before it; a sequence's rows before and after; and positions and mask of every sequence.
     """
     page, heads, width = k_cache.shape[1:]
     if device.type == "cuda":
@@ -149,7 +158,7 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, *sizes, device)
     b, keys = page_table.shape[0], page_table.shape[1] * page
     values, size = 4 * keys * heads * width + 2 * q.numel() // max(b, 1), q.element_size()
-    if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries, and results of a sequence, too
+    if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a sequence's results in fp32, too
         size = max(size, 4)
         values += keys * heads * width + q.numel() + q.numel() // max(b, 1)
     return size * values + b * keys * (8 + size)
@@ -177,7 +186,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def _ring(generator: torch.Generator) -> Sample:
-    """Rows that see a window, over pages that positions behind it have given to later ones."""
+    """Sample of rows that see a window; positions behind it have given their pages to later ones."""
     counts, ends, page, window, ring = (4, 3), (25, 20), 4, 3, 2
     at = torch.tensor([p for n, end in zip(counts, ends, strict=True) for p in range(end - n, end)]).int()
     table = torch.tensor(
@@ -192,7 +201,7 @@ def _ring(generator: torch.Generator) -> Sample:
 
 
 def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A call whose second and third arguments are caches, with these in float8 and their scales."""
+    """Convert the caches of a call, its second and third arguments, to float8, and append their scales."""
     q, *caches = args[:3]
     (k_cache, k_scale), (v_cache, v_scale) = map(scaled, caches)
     return q, k_cache, v_cache, *args[3:], k_scale, v_scale

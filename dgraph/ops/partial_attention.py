@@ -1,4 +1,4 @@
-"""dgraph::partial_attention: attention of rows of which only some keys and values have changed (DyLLM)."""
+"""dgraph::partial_attention: attention after only some keys and values have changed (DyLLM)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""dgraph::partial_context: attention of rows of which only some keys and values have changed, and how much it changed
-(DyLLM).
-"""
+"""dgraph::partial_context: attention after only some keys and values have changed, and sums of its change (DyLLM)."""
 
 from __future__ import annotations
 
@@ -77,9 +75,9 @@ def _delta(
     limit: Tensor,
     scale: float,
 ) -> Tensor:
-    """[R, H, D] of one sequence: the new attention weights of q [R, H, D] on positions `moved`, times dv.
+    """Change of context [R, H, D] in one sequence: new attention weights of q [R, H, D] on positions `moved`, times dv.
 
-    keys: their cache, and its scales if it has any.
+    keys: the cache of keys, and its scales if it has any.
     """
     k_cache, k_scale = keys
     wide, page, heads = numeric(q.dtype), k_cache.shape[1], q.shape[1] // k_cache.shape[2]

@@ -1,4 +1,4 @@
-"""What several calls of ops read from the same arguments, computed once while a stage runs.
+"""Values that several ops derive from the same arguments, computed once while a stage runs.
 
 Every layer of a step is given the same page table, offsets and limits. A reference reads lists, places and masks from
 them, which on a CPU takes as long as a small product.
@@ -23,8 +23,8 @@ _FOUND: ContextVar[dict[Hashable, tuple[Any, Any]] | None] = ContextVar("found i
 def per_stage(function: Callable[P, R]) -> Callable[P, R]:
     """Compute a function once in a stage for the same arguments; outside of a stage, at every call.
 
-    Tensors are the same if they are one object that nothing was written to in between. What the function returns is
-    shared, so nobody may write to it.
+    Tensors are the same if they are one object that nothing was written to in between. The result is shared, so no
+    caller may write to it.
     """
 
     @wraps(function)
@@ -34,7 +34,7 @@ def per_stage(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         key = (function, *map(_identity, args), *((name, _identity(value)) for name, value in kwargs.items()))
         if key not in found:
-            # The arguments stay alive, so that nothing else comes to have their identity.
+            # The arguments stay alive, so that no other object gets their id.
             found[key] = ((args, kwargs), function(*args, **kwargs))
         result: R = found[key][1]
         return result
@@ -44,7 +44,7 @@ def per_stage(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def one_stage() -> Iterator[None]:
-    """While it is entered, functions that are `per_stage` keep their results; they are dropped at its end."""
+    """Keep the results of `per_stage` functions while it is entered, and drop them at its end."""
     token = _FOUND.set({})
     try:
         yield
@@ -55,5 +55,5 @@ def one_stage() -> Iterator[None]:
 def _identity(value: Any) -> Hashable:
     if not isinstance(value, Tensor):
         return value
-    # Nothing tells whether an inference tensor was written to.
+    # An inference tensor has no version that would show that it was written to.
     return (id(value), object() if value.is_inference() else value._version)

@@ -1,4 +1,4 @@
-"""dgraph::quantise_rows: rows as 8-bit numbers, with a scale of each row."""
+"""dgraph::quantise_rows: round rows to 8-bit numbers with one scale per row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reference(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
-    # Scales of no rows have other strides when they are traced, which mean nothing.
+    # For zero rows, scales have other strides when they are traced, which mean nothing.
     return (sample for sample in round_rows.samples(generator) if len(sample.args[0]))
 
 

@@ -1,9 +1,9 @@
-"""What an op consists of, and the table of all ops.
+"""Parts of an op, and the table of all ops.
 
 An op has four parts: a reference in plain torch that defines what is correct, and whose annotated signature is its
-schema; what its results look like (so that it can be traced); a contract in words; and samples on which every back end
-is compared with it. Everything else that passes, the verifier, lowering and the artifact cache must know of an op
-stands on `Op` too: they keep no lists of names, so an op from another package is as good as one of these.
+schema; sizes and dtypes of its results (so that it can be traced); a contract in words; and samples on which every back
+end is compared with it. `Op` also states everything else that passes, the verifier, lowering and the artifact cache
+must know of it. They keep no lists of names, so an op from another package is as good as one of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dgraph.private.torch import OpPacket, let_written_be_left_out
 from dgraph.quantised import QuantisedRows
 
 NAMESPACE = "dgraph"
-"""Of the ops of this package; an op from outside has its own."""
+"""Namespace of this package's ops; an op from another package has its own."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sample:
     """One call of an op.
 
     Attributes:
-        name: what is special about the call.
+        name: feature that makes the call special.
         args: its arguments, in the order of the schema.
         padded: the same call with padding rows appended (NaN or nonsense); None if it has no rows.
     """
@@ -47,7 +47,7 @@ class Sample:
 class Op:
     """An op, and all that is known about it. `define` makes one.
 
-    Arguments are meant by their names in the reference.
+    Arguments are named as in the reference.
 
     Attributes:
         name: as `define` takes it: "kv_write", or "package::op".
@@ -57,41 +57,40 @@ class Op:
         samples: odd shapes and corner cases, drawn from a seeded CPU generator.
         contract: layout, order, tie rule, padding sentinel and determinism, in words.
         mutates: the arguments that it writes.
-        reads: of the arguments that may be caches, and that it does not write, those whose values it looks at: in a
-            program that writes them, it must stand after the write. None: every one.
+        reads: the arguments whose values it looks at, among those that may be caches and that it does not write. In a
+            program that writes one of them, the op must stand after the write. None: every one.
         by_row: the arguments that it reads row by row. Row i of each result depends on row i of these, and on no other
             row of anything. Empty: it looks at several rows, of one sequence alone.
         apart_by: the argument by which it tells sequences apart, if it looks at several rows and takes no offsets
-            i32[b+1]: numbers of blocks, or flags of the rows that were packed.
-        count: the argument whose last entry says how many of the rows are live, on the device; padding rows of its
-            other arguments are left alone, and may hold anything. Of an op that acts row by row, only that entry
-            counts.
-        own_rows: the arguments with rows of their own (keys, or rows that are packed), which may be another row set
-            than that of the others.
-        scales: of arguments that may be in float8, the argument with their scales; see `dgraph.ops.scales`.
-        copies: the arguments that it copies as they are stored, float8 as well; another call copies the scales.
-        gathers: its results are over another row set than its arguments, or these over several.
-        padding: what the padding rows of each result hold; None for anything. Of results further on, and where nothing
-            is said: there are none.
+            i32[b+1]. It holds numbers of blocks, or flags of the rows that were packed.
+        count: the argument whose last entry is the number of live rows, on the device. Padding rows of the other
+            arguments are left alone, and may hold anything. If the op acts row by row, only that entry counts.
+        own_rows: the arguments with rows of their own (keys, or rows that are packed). Their row set may be another
+            than that of the other arguments.
+        scales: maps each argument that may be in float8 to the argument with its scales; see `dgraph.ops.scales`.
+        copies: the arguments that it copies as they are stored, float8 included; another call copies the scales.
+        gathers: True if its results are over another row set than its arguments, or its arguments over several.
+        padding: value that the padding rows of each result hold; None for anything. Results beyond the last entry have
+            no padding rows.
         inline: replaced at lowering by a call of its reference, so that the compiler can fuse it.
-        ahead: of an inline op, computed in the first region that has what it reads, not in that of its first reader:
-            every layer reads it, and would else be another region than the first.
-        in_bounds: of an inline op that looks up by numbers: they are in bounds by its contract, which a compiler cannot
-            see.
-        cut: the host must read its result size; a program is cut into stages here.
-        kernel: for tensors on a GPU, as "module:function"; None: the reference runs there, too.
-        tuning: of a kernel that has tilings to choose from, the `dgraph.ops.tuning.Tunable`, as "module:name".
+        ahead: for an inline op: computed in the first region that has its arguments, not in that of its first reader.
+            Every layer reads it. If the first layer computed it, the later layers would need a region of their own.
+        in_bounds: for an inline op that looks up by indices: they are in bounds by its contract, which a compiler
+            cannot see.
+        cut: the host must read the size of its result, so a program is cut into stages here.
+        kernel: function for tensors on a GPU, as "module:function"; None: the reference runs there, too.
+        tuning: the `dgraph.ops.tuning.Tunable` of a kernel that has tilings to choose from, as "module:name".
         stored: the arguments that are weights, or stacks of them, by which it multiplies. In place of a quantised one a
-            program gives reference, kernel and `workspace` a `dgraph.quantised.QuantisedWeight`; in a graph, and called
+            program gives reference, kernel and `workspace` a `dgraph.quantised.QuantisedWeight`. In a graph, and called
             through torch, the op reads the weight dequantised.
-        rounded: the arguments whose rows it multiplies by its weight. In place of such rows that dgraph::round_rows
-            rounded to numbers of the kind that the weight is stored in, a program gives reference, kernel and
+        rounded: the arguments whose rows it multiplies by its weight. dgraph::round_rows may have rounded them to the
+            kind of numbers in which the weight is stored. In their place a program then gives reference, kernel and
             `workspace` a `dgraph.quantised.QuantisedRows`.
-        rounds: whether its kernel takes `kind`, and then gives in place of its one result [N, ...] what
-            dgraph::rows_quantise makes of the live rows [N, d] of it.
-        workspace: takes a device and a call's arguments, of which only sizes and dtypes are looked at, and gives the
-            bytes that the call there allocates beside its results and frees again: the most at a time, of what grows
-            with the rows. None: next to nothing.
+        rounds: True if its kernel takes `kind`. With it the kernel returns, in place of its one result [N, ...], what
+            dgraph::rows_quantise makes of the live rows [N, d] of that result.
+        workspace: takes a device and a call's arguments, and looks only at sizes and dtypes. It gives the bytes that
+            the call there allocates beside its results and frees again: the peak of those that grow with the rows.
+            None: next to nothing.
     """
 
     name: str
@@ -121,10 +120,10 @@ class Op:
     workspace: Callable[..., int] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is said of arguments that do not exist.
+        """Refuse facts about arguments that do not exist, and `rounds` without a kernel.
 
         Raises:
-            InputError: naming the op, what is said, and the arguments that there are.
+            InputError: naming the op, the fact, and the arguments that there are.
         """
         facts = "mutates", "reads", "by_row", "apart_by", "own_rows", "stored", "rounded", "count", "copies", "scales"
         for fact in facts:
@@ -146,38 +145,38 @@ class Op:
         return tuple(argument.name for argument in self.overload._schema.arguments)
 
     def values(self, names: str | Sequence[str] | None, args: Sequence[Any]) -> list[Any]:
-        """Those of a call's arguments that have one of the names, in the order of the schema."""
+        """Arguments of a call that have one of the names, in the order of the schema."""
         wanted = (names,) if isinstance(names, str) else names or ()
         return [value for name, value in zip(self.arguments, args, strict=False) if name in wanted]
 
     def written(self, args: Sequence[Any]) -> list[Any]:
-        """Those of a call's arguments that it writes, in order."""
+        """Arguments of a call that the op writes, in order."""
         return self.values(self.mutates, args)
 
     def read(self, args: Sequence[Any]) -> list[Any]:
-        """Those of a call's arguments that it reads as they are at the time of the call, in order."""
+        """Arguments of a call that the op reads as they are at the time of the call, in order."""
         names = [n for n in self.arguments if n not in self.mutates] if self.reads is None else self.reads
         return self.values(names, args)
 
     def counter(self, args: Sequence[Any]) -> Any | None:
-        """The argument of a call that counts the live rows on the device; None if there is none."""
+        """Argument of a call that counts the live rows on the device; None if the op has no such argument."""
         return next(iter(self.values(self.count, args)), None)
 
     @cached_property
     def tunable(self) -> Any:
-        """What `tuning` names; imported now, and Triton with it."""
+        """Object that `tuning` names; imported on first use, and Triton with it."""
         return self._at(self.tuning)
 
     @cached_property
     def on_gpu(self) -> Any:
-        """What `kernel` names; imported now, and Triton with it."""
+        """Function that `kernel` names; imported on first use, and Triton with it."""
         return self._at(self.kernel)
 
     def _at(self, place: str | None) -> Any:
-        """What stands at a "module:name".
+        """Import the object at a place "module:name".
 
         Raises:
-            InputError: there is no such thing; the message names the op and the place.
+            InputError: it does not exist; the message names the op and the place.
         """
         module, _, name = (place or "").partition(":")
         try:
@@ -187,8 +186,10 @@ class Op:
 
 
 class Ops(dict[str, Op]):
-    """Ops by name. A name that is not there yet is looked for in the modules that other packages name in the
-    entry-point group "dgraph.ops"; the others of these are imported then, too.
+    """Ops by name.
+
+    A name that is not there yet is looked for in the modules that other packages name in the entry-point group
+    "dgraph.ops". All of these modules are imported then.
 
     Raises:
         UnknownName: no op has that name.
@@ -217,15 +218,15 @@ def define(
     mutates: tuple[str, ...] = (),
     **facts: Any,
 ) -> Op:
-    """Declare an op, with `reference` as what runs on every device but a GPU for which there is a kernel.
+    """Declare an op. `reference` runs on every device, but not on a GPU if the op has a kernel.
 
     Args:
         name: "package::op", an op of `torch.ops.package`; without "::" one of this package's own.
-        reference: its annotated signature is the schema of the op; `torch.library.infer_schema` says which types may
-            stand there.
+        reference: its annotated signature is the schema of the op; `torch.library.infer_schema` lists the types that
+            may stand there.
         samples, contract: see `Op`.
-        fake: takes the same arguments, and gives empty tensors of the sizes and dtypes of the results. None: the
-            reference does so by itself when it is traced, or there are no results.
+        fake: takes the same arguments, and returns empty tensors of the sizes and dtypes of the results. None: the
+            reference itself is traced, or there are no results.
         mutates: the arguments that it writes.
         facts: the other fields of `Op`.
 
@@ -234,7 +235,7 @@ def define(
 
     Raises:
         InputError: `facts` name an argument that the op does not have.
-        ValueError: the name is taken, or the signature is none that an op can have.
+        ValueError: the name is taken, or an op cannot have the signature.
     """
     namespace, _, short = name.rpartition("::")
     if name in OPS:
@@ -250,10 +251,13 @@ def define(
 
 
 def register(op: Op) -> Op:
-    """Put `op` in the table, and let its kernel run where there is one; a second op of the same name is an error.
+    """Put `op` in the table, and register its kernel with torch if it has one.
 
-    The kernel's module, and triton with it, is imported on the first call with CUDA tensors. Float64 goes to the
+    The kernel's module, and Triton with it, is imported on the first call with CUDA tensors. Float64 goes to the
     reference.
+
+    Raises:
+        ValueError: there is an op of that name.
     """
     if op.name in OPS:
         raise _taken(op.name)
@@ -283,31 +287,32 @@ def _taken(name: str) -> ValueError:
 
 
 def _nothing(*args: Any) -> None:
-    """What an op without results gives when it is traced."""
+    """Stand in for an op without results when it is traced."""
 
 
 def launcher(op: Op, device: torch.device) -> Callable[..., Any]:
-    """What a call of `op` with tensors of a device ends in, without the way through torch's dispatcher, which takes the
-    host longer than a launch on a GPU, and on a CPU as long as a small op. Only for calls that nothing traces or
-    differentiates.
+    """Function in which a call of `op` with tensors of a device ends, to be called without torch's dispatcher.
+
+    The dispatcher takes the host longer than a launch on a GPU, and on a CPU as long as a small op. Only for calls that
+    nothing traces or differentiates.
     """
     return _ON_CUDA.get(op.name, op.reference) if device.type == "cuda" else op.reference
 
 
 def op_of(target: object) -> Op | None:
-    """The op that is the target of a graph node, as overload or overload packet; None for other targets."""
+    """Op that a graph node has as its target, as overload or overload packet; None for other targets."""
     return _OF_TARGET.get(target) if callable(target) else None
 
 
 def numeric(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an op computes statistics of values of `dtype`: float32, or float64 for float64."""
+    """Dtype in which an op computes statistics of values of `dtype`: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def targets_of(name: str) -> list[Any]:
-    """The targets of nodes that call an op: every overload, and the packet of them; empty for no op.
+    """Targets of nodes that call an op: every overload, and their packet; empty if no op has the name.
 
-    name: short ("kv_write", "linear"), which means an op of dgraph and one of torch alike; or "package::op", of torch
+    name: short ("kv_write", "linear"), for an op of dgraph and one of torch alike; or "package::op", which for torch is
     "aten::linear".
     """
     found = list(_of_torch(name.removeprefix("aten::")))

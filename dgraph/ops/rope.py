@@ -25,7 +25,7 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turns_rows(symbols: Symbols, x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether values of a graph are heads of rows, [N, H, D], and the angles of their rows, [N, 1, D]."""
+    """True if values of a graph are heads of rows, [N, H, D], and the angles of their rows, [N, 1, D]."""
     if any(value.dim() != 3 for value in (x, cos, sin)) or len({symbols.row_set(v) for v in (x, cos, sin)}) != 1:
         return False
     return all(value.shape[1:] == (1, x.shape[2]) for value in (cos, sin))

@@ -1,4 +1,4 @@
-"""dgraph::round_rows: rows as 8-bit numbers times a scale of each row stand for them."""
+"""dgraph::round_rows: round rows to 8-bit numbers times one scale per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dgraph::route: which experts a row goes to, and with what weights."""
+"""dgraph::route: choose the experts of each row, and their weights."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def reference(
 
 
 def highest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` highest along the last dimension, and where; unlike `topk`, a tie goes to the lower index."""
+    """The `count` highest along the last dimension, and their indices; unlike in `topk`, ties: the lower index."""
     ordered, index = values.sort(dim=-1, descending=True, stable=True)
     return ordered[..., :count], index[..., :count]
 
 
 def check(experts: int, score: str, groups: int, top_groups: int, topk: int) -> None:
-    """Raise if no row could be routed.
+    """Refuse settings by which no row could be routed.
 
     Raises:
         InputError: an unknown score, groups that do not divide the experts, or too few experts to choose from.

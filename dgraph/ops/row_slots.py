@@ -1,4 +1,4 @@
-"""dgraph::row_slots: where the positions of rows lie in paged caches."""
+"""dgraph::row_slots: slots of the positions of rows in paged caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reference(positions: Tensor, page_table: Tensor, cu_rows: Tensor, cache: Ten
     sequence = (cu_rows[1:] <= rows[:, None]).sum(1)
     at = positions // page
     there = (sequence < b) & (at >= 0) & (at < entries)
-    # A row that has none looks up some page of some sequence, and what it finds is dropped.
+    # A row without an entry looks up some page of some sequence, and the result is dropped.
     found = page_table[sequence.clamp(max=b - 1), at.clamp(0, entries - 1)].long()
     return torch.where(there & (found >= 0), found * page + positions % page, -1)
 

@@ -1,8 +1,8 @@
-"""From packed rows to padded sequences and back; what the references share.
+"""Packed rows as padded sequences and back, for the references of ops.
 
 The padded length of a sequence is a function of that sequence alone (`padded_length`), and sequences of equal
-padded length are computed together. So the result for a sequence does not depend on what else is in the
-batch, and a short sequence does not pay for a long one.
+padded length are computed together. So the result for a sequence does not depend on the rest of the batch. A short
+sequence does not pay for a long one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def take(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def sequence_of(cu_rows: Tensor, rows: int) -> Tensor:
-    """i64[rows]: the sequence of each row; b for padding rows."""
+    """Sequence of each row, i64[rows]; b for padding rows."""
     index = torch.arange(rows, dtype=cu_rows.dtype, device=cu_rows.device)
     return torch.searchsorted(cu_rows[1:].contiguous(), index, right=True)
 
 
 def slots_of(op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Where the live rows' positions lie in a paged cache: i64[live] pages, and i64[live] places within them.
+    """Slots of the live rows' positions in a paged cache: i64[live] pages, and i64[live] places within them.
 
     Raises:
         InputError: a row's page is not assigned; the message names `op`.
@@ -60,8 +60,11 @@ def slots_of(op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, pa
 def placed_rows(
     op: str, positions: Tensor, page_table: Tensor, cu_rows: Tensor, pages: int, page: int
 ) -> tuple[Tensor | slice, tuple[Tensor, Tensor]]:
-    """The live rows whose position has a page, as an index: i64[r], ascending, or the slice of all of them; and where
-    they lie in a cache [pages, page, ...]: r pages, and r places within them. All of it is for reading alone.
+    """Find the live rows whose position has a page, and their slots in a cache [pages, page, ...].
+
+    Returns:
+        An index of the rows: i64[r], ascending, or the slice of all of them. Then the slots: r pages, and r places
+        within them. All of it is read-only, because layers share it.
 
     Raises:
         InputError: a row's position or page lies after the last one that there is; the message names `op`.
@@ -87,7 +90,7 @@ def placed_rows(
 
 
 def offsets_of(flags: Tensor, cu_rows: Tensor) -> Tensor:
-    """i64[b+1]: row offsets of the rows that are flagged, from bool[N] and the offsets of all rows."""
+    """Row offsets i64[b+1] of the flagged rows, from flags bool[N] and the offsets of all rows."""
     running = F.pad(flags.cumsum(0), (1, 0))
     return running[cu_rows.long()]
 
@@ -122,7 +125,7 @@ def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, c
 
     Args:
         cu_rows: [b+1] row offsets.
-        keys: padded number of keys per sequence; with 0 it is left out. None: as many as padded rows.
+        keys: padded number of keys per sequence; a sequence with 0 is left out. None: as many as padded rows.
         least: smallest padded number of rows.
         cost: elements held per row and key.
     """
@@ -146,7 +149,7 @@ def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, c
 
 
 def mask_of(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `attend` adds to scores: -inf where `hidden` is True, 0 elsewhere.
+    """Mask that `attend` adds to scores: -inf where `hidden` is True, 0 elsewhere.
 
     A mask in the dtype of the queries is what the CPU kernel reads; it converts a boolean one several times slower.
     """
@@ -158,7 +161,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blind: Tensor | None, 
 
     Args:
         mask: [g, R, K], or [g, 1, K] if all rows of a sequence see the same; see `mask_of`.
-        blind: bool[g, R], rows that see nothing; they give zeros. None: there are none.
+        blind: bool[g, R], rows that see nothing; they give zeros. None: every row sees something.
 
     Keys and values must be finite, also where nothing sees them.
     """
@@ -174,7 +177,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blind: Tensor | None, 
 
 
 def check_window(op: str, origin: Tensor | None, window: int, dense: bool = False) -> None:
-    """A window has a length, and packed rows that say from where it counts."""
+    """Refuse a negative window, and for packed rows a window without an origin or the other way round."""
     if window < 0 or (not dense and (origin is None) != (window == 0)):
         raise InputError(
             f"dgraph::{op}: a window is a number of positions, at least 1, that counts back from origin i32[N]; give "
@@ -183,13 +186,13 @@ def check_window(op: str, origin: Tensor | None, window: int, dense: bool = Fals
 
 
 def hidden_keys(at: Tensor, limit: Tensor, origin: Tensor | None, window: int) -> Tensor:
-    """bool[..., R, K]: keys at positions [..., K] that rows do not see, of limit and origin [..., R]."""
+    """Flag the keys at positions [..., K] that rows of limit and origin [..., R] do not see, bool[..., R, K]."""
     hidden = at[..., None, :] >= limit[..., :, None]
     return hidden if origin is None else hidden | (at[..., None, :] <= origin[..., :, None] - window)
 
 
 def check_heads(op: str, q: Tensor, k: Tensor, dim: int) -> None:
-    """Query heads must be a multiple of KV heads (dimension `dim` of q and k)."""
+    """Refuse query heads that are no multiple of KV heads (dimension `dim` of q and k)."""
     if q.shape[dim] % k.shape[dim]:
         raise InputError(
             f"dgraph::{op}: query heads must be a multiple of KV heads, got {q.shape[dim]}, {k.shape[dim]}."

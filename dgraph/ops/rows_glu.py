@@ -1,4 +1,4 @@
-"""dgraph::rows_glu: a gated linear unit over as many rows as a number on the device says."""
+"""dgraph::rows_glu: a gated linear unit over the live rows, whose number is read on the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ does; a kernel keeps fp32 and rounds the result once. Deterministic for a given 
 
 
 def check_sizes(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Tensor | None) -> None:
-    """The inner sizes must agree, and the weight must have two halves."""
+    """Refuse inner sizes that differ, and a weight without two equal halves."""
     rows_linear.check_sizes(x, weight, bias, "rows_glu", "[2F, d_in] (gate rows, then up rows)", parts=2)
 
 
@@ -41,8 +41,10 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Ten
 
 
 def workspace(device: torch.device, x: Tensor, weight: Tensor, *rest: object) -> int:
-    """On a GPU what it dequantises of a stored weight for many rows, see `dgraph.ops.stored`; on a CPU what `reference`
-    computes first, [N, 2F] twice, in place of the result later.
+    """Bytes that a call allocates beside its result.
+
+    On a GPU: the part of a stored weight that it dequantises for many rows, see `dgraph.ops.stored`. On a CPU: the
+    products [N, 2F] of `reference`, twice, less the result [N, F], which comes after them.
     """
     if device.type == "cuda":
         return stored.workspace(device, x, weight)

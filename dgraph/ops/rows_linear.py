@@ -1,4 +1,4 @@
-"""dgraph::rows_linear: a linear layer over as many rows as a number on the device says."""
+"""dgraph::rows_linear: a linear layer over the live rows, whose number is read on the device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def check_sizes(
     sizes: str = "[d_out, d_in]",
     parts: int = 1,
 ) -> None:
-    """The inner sizes must agree, and the weight must have that many parts; op and sizes are for the message."""
+    """Refuse inner sizes that differ, and a weight that does not have `parts` equal parts.
+
+    op, sizes: for the message of the InputError.
+    """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or weight.shape[0] % parts:
         raise InputError(
             f"dgraph::{op}: x must be [N, d_in] and weight {sizes}, got {list(x.shape)} and {list(weight.shape)}."
@@ -56,14 +59,16 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor) -> Ten
 
 
 def workspace(device: torch.device, x: Tensor, weight: Tensor, *rest: object) -> int:
-    """On a GPU what it dequantises of a stored weight for many rows, see `dgraph.ops.stored`; on a CPU the product
-    before it is copied to the live rows.
+    """Bytes that a call allocates beside its result.
+
+    On a GPU: the part of a stored weight that it dequantises for many rows, see `dgraph.ops.stored`. On a CPU: the
+    product before it is copied to the live rows.
     """
     return stored.workspace(device, x, weight) if device.type == "cuda" else x.element_size() * len(x) * len(weight)
 
 
 def samples(generator: torch.Generator, parts: int = 1) -> Iterator[Sample]:
-    """parts: results that lie side by side in the rows of the weight."""
+    """Samples of a weight whose rows hold `parts` results side by side."""
     for name, counts, d_in, d_out, biased in (
         ("one sequence", (5,), 16, 8, False),
         ("ragged, an empty sequence", (3, 0, 14), 24, 40, True),

@@ -1,4 +1,4 @@
-"""dgraph::rows_norm: root-mean-square normalisation of as many rows as a number on the device says."""
+"""dgraph::rows_norm: root-mean-square normalisation of the live rows, whose number is read on the device."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Statistics in fp32 at least; rounded where rms_norm rounds. Row by row, and dete
 
 
 def check_sizes(x: Tensor, weight: Tensor | None) -> None:
-    """One vector per row, and a weight of its length."""
+    """Refuse x that is not one vector per row, and a weight of another length."""
     if x.dim() != 2 or (weight is not None and weight.shape != x.shape[1:]):
         got = "no weight" if weight is None else list(weight.shape)
         raise InputError(f"dgraph::rows_norm: x must be [N, d] and weight [d], got {list(x.shape)} and {got}.")
 
 
 def dtype_of(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Of the result."""
+    """Dtype of the result, to which x and weight are promoted."""
     return x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
 
 

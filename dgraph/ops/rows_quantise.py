@@ -1,4 +1,4 @@
-"""dgraph::rows_quantise: as many rows as a number on the device says, as 8-bit numbers with a scale of each row."""
+"""dgraph::rows_quantise: round the live rows, whose number is on the device, to 8-bit numbers with a scale per row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ in no graph. Row by row, and deterministic."""
 
 
 def check_sizes(x: Tensor, kind: str) -> None:
-    """One vector per row, and a kind that rows are rounded to."""
+    """Refuse x that is not one vector per row, and a kind to which rows are not rounded."""
     if x.dim() != 2 or kind not in ROW_KINDS:
         raise InputError(
             f"dgraph::rows_quantise: x must be [N, d] and kind one of {', '.join(ROW_KINDS)}, got {list(x.shape)} and "

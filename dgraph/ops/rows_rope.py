@@ -1,4 +1,4 @@
-"""dgraph::rows_rope: rotary embedding, a head norm before it if wanted, of as many rows as the device says."""
+"""dgraph::rows_rope: rotary embedding of the live rows, after an optional head norm; their number is on the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ found. Statistics in fp32 at least; rounded where rms_norm and rope round. Row b
 
 
 def check_sizes(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None) -> None:
-    """Angles for each row that all heads share, and a weight of a head's length."""
+    """Refuse heads of odd length, angles that are not one vector per row, and a weight that is not a head's length."""
     angles = (x.shape[0], 1, x.shape[-1])
     if x.dim() != 3 or x.shape[2] % 2 or cos.shape != angles or sin.shape != angles:
         raise InputError(
@@ -36,7 +36,7 @@ def check_sizes(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None) -> N
 
 
 def result_dtype(x: Tensor, cos: Tensor, weight: Tensor | None) -> torch.dtype:
-    """What the operands are promoted to."""
+    """Dtype to which x, weight and cos are promoted."""
     normed = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
     return torch.promote_types(normed, cos.dtype)
 

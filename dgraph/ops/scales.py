@@ -1,11 +1,12 @@
 """Keys and values in eight bits: a float8 vector and one scale for each position and KV head.
 
-The scale of a vector is its largest magnitude over the largest number of the format, so that nothing needs calibration,
-and nothing depends on other rows. Ops that take such caches take their scales as last arguments: None for caches in the
-dtype of the model.
+The scale of a vector is its largest magnitude divided by the largest number of the format. So nothing needs
+calibration, and nothing depends on other rows. Ops that take such caches take their scales as last arguments: None for
+caches in the dtype of the model.
 
-Scales [pages, page, Hkv] of a paged cache lie by head: of a page, those of all positions for one head after those for
-another, so that attention, which takes one head of many positions, reads them side by side. The shape does not tell.
+Scales [pages, page, Hkv] of a paged cache lie by head. Within a page, the scales of all positions for one head come
+before those for the next. Attention takes one head of many positions, and so reads scales that lie side by side. The
+shape does not show this order.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ FLOAT8 = torch.float8_e4m3fn
 KV_DTYPES = {"fp8": FLOAT8}
 """Formats other than the model's in which keys and values can be stored, by the name under which they are chosen."""
 LARGEST = 448.0
-"""The largest number of the format."""
+"""The largest number of float8_e4m3fn."""
 LEAST = 2.0**-100
-"""The least scale: of a vector of zeros, too."""
+"""The least scale, also that of a vector of zeros."""
 
 
 def scaled(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors [..., D] as float8 [..., D] and scales f32[...], those of a paged cache [pages, page, Hkv, D] by head; in
-    fp32, and rounded to the nearest, ties to even.
+    """Round vectors [..., D] to float8 [..., D] with scales f32[...].
+
+    Computed in fp32, and rounded to the nearest, ties to even. Scales of a paged cache [pages, page, Hkv, D] lie by
+    head.
     """
     wide = vectors.float()
     scale = (wide.abs().amax(-1) / LARGEST).clamp(min=LEAST)
@@ -35,17 +38,20 @@ def scaled(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_head(scale: Tensor) -> Tensor:
-    """Scales [pages, page, Hkv], laid out as those of a paged cache are."""
+    """Lay out scales [pages, page, Hkv] by head, as those of a paged cache."""
     return scale.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def unscaled(stored: Tensor, scale: Tensor | None, like: torch.dtype) -> Tensor:
-    """What is stored [..., D], as it is; with scales [...], times these, in fp32, or in `like` if that is wider."""
+    """Multiply stored vectors [..., D] by their scales [...], in fp32, or in `like` if that is wider.
+
+    Without scales they are returned as they are.
+    """
     return stored if scale is None else stored.to(numeric(like)) * scale[..., None]
 
 
 def store(op: str, vectors: Tensor, at: tuple[Tensor, ...] | slice, cache: Tensor, scale: Tensor | None) -> None:
-    """Write vectors to places of a cache, and what scales them to those of `scale`, if it has scales.
+    """Write vectors to places of a cache, and their scales to the same places of `scale`, if the cache has scales.
 
     Raises:
         InputError: a float8 cache without scales; the message names `op`.
@@ -59,7 +65,7 @@ def store(op: str, vectors: Tensor, at: tuple[Tensor, ...] | slice, cache: Tenso
 
 
 def check_scale(op: str, stored: Tensor, scale: Tensor | None) -> None:
-    """Refuse float8 without scales, and those of a paged cache that do not lie by head.
+    """Refuse float8 without scales, and scales of a paged cache that do not lie by head.
 
     Raises:
         InputError: naming `op`.

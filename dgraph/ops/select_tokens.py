@@ -1,4 +1,4 @@
-"""dgraph::select_tokens: which rows of a block survive eviction (FOCUS, sections on budget and selection)."""
+"""dgraph::select_tokens: select the rows of a block that survive eviction (FOCUS, budget and selection)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def reference(
 
 
 def _budget(count: Tensor, average: Tensor, alpha: float, keep: int) -> Tensor:
-    """i64[b]: K per sequence."""
+    """Budget K of each sequence, i64[b]."""
     if keep > 0:
         return torch.where(average.isinf(), count, count.clamp(max=keep))
     wanted = torch.ceil(average.float().clamp(min=1.0) * torch.tensor(alpha, dtype=torch.float32))
@@ -93,8 +93,9 @@ def _choose(
     budget: Tensor,
     by_spread: bool,
 ) -> Tensor:
-    """bool[b, m]: which slots of the candidate lists are selected, where rows are evicted: the base selection, and
-    their context.
+    """Flag the selected slots of the candidate lists, bool[b, m], for sequences whose rows are evicted.
+
+    These are the base selection and its AR context.
     """
     order = torch.where(valid, score, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     rank = torch.empty_like(order)
@@ -108,7 +109,7 @@ def _choose(
 
 
 def _threshold(score: Tensor, valid: Tensor, count: Tensor) -> Tensor:
-    """f64[b]: mean + population standard deviation.
+    """Mean + population standard deviation of each list, f64[b].
 
     Running sums add the slots past the end of a list last and as zeros, so that other lists change no bit.
     """
@@ -160,7 +161,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         args = (score, candidate, positions, cu_rows, limit, *rest)
         padded = (*(pad_rows(x, 5) for x in (score, candidate, positions)), cu_rows, pad_rows(limit, 5), *rest)
         yield Sample(name, args, padded)
-        if not levels:  # the rows that hold masks are others than those that predict them
+        if not levels:  # the rows that hold masks are not those that predict their tokens
             masked = candidate.roll(1)
             yield Sample(f"{name}, a row predicts the next position", (*args, masked), (*padded, pad_rows(masked, 5)))
 

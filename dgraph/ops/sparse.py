@@ -1,4 +1,4 @@
-"""Phases of a sequence under sparse attention, and what the ops on its keys share."""
+"""Actions of a sequence under sparse attention, and helpers that the ops on its keys share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 REUSE, DENSE, SELECT, REPACK = range(4)
-"""What a sequence does in a step, as `action` says it.
+"""Actions of a sequence in a step, the values of `action`.
 
-DENSE and SELECT: rows see the key rows of the step; SELECT also chooses what to keep. REUSE and REPACK: rows
-see what was kept, and the window; REPACK first renews the keys and values that were kept.
+DENSE and SELECT: rows see the key rows of the step; SELECT also chooses the keys to keep. REUSE and REPACK: rows
+see the kept keys, and the window; REPACK first renews the keys and values that were kept.
 """
 
 
 def spans_of(action: Tensor, wanted: int, *offsets: Tensor) -> Iterator[tuple[Any, ...]]:
-    """The sequences with action `wanted`: their indices, and a slice of their rows for each of the i32[b+1] offsets."""
+    """Yield each sequence with action `wanted`: its index, and a slice of its rows for each of the offsets i32[b+1]."""
     starts = [offset.tolist() for offset in offsets]
     for s, found in enumerate(action.tolist()):
         if found == wanted:

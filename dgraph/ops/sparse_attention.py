@@ -1,4 +1,4 @@
-"""dgraph::sparse_attention: attention over the keys that were kept and a window, or over the key rows of a step."""
+"""dgraph::sparse_attention: attention over kept keys and a window, or over the key rows of a step."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def reference(
 
 
 def _taken(stored: Tensor, scale: Tensor | None, index: Tensor, like: torch.dtype) -> Tensor:
-    """Vectors at an index; in fp32, or `like` if that is wider, if they have scales."""
+    """Take vectors at an index; those with scales in fp32, or in `like` if that is wider."""
     return unscaled(take(stored, index), None if scale is None else take(scale, index), like)
 
 
@@ -124,7 +124,7 @@ def _over_key_rows(
     scale: float,
     fresh: Sequence[bool],
 ) -> None:
-    """The rows of the sequences that are `fresh`, padded as packed_attention pads them."""
+    """Write to `out` the attention of `fresh` sequences over key rows, padded as packed_attention pads them."""
     counts = cu_keys.diff().tolist()
     widths = [padded_length(count) if count and new else 0 for count, new in zip(counts, fresh, strict=True)]
     for group in groups(cu_rows, widths):
@@ -134,7 +134,7 @@ def _over_key_rows(
         index = torch.where(live, index, first)
         at, most = key_positions[index], limit[group.rows]
         hidden = (at[:, None, :] >= most[:, :, None]).logical_or_(~live[:, None, :])
-        blind = at[:, :1] >= most  # positions ascend: who does not see the first key sees none
+        blind = at[:, :1] >= most  # positions ascend: a row that does not see the first key sees none
         k, v = (_taken(*rows, index, q.dtype) for rows in (keys, values))
         mask = mask_of(hidden, k.dtype)
         found = attend(take(q, group.rows).to(k.dtype), k, v, mask, blind, scale)
@@ -142,7 +142,11 @@ def _over_key_rows(
 
 
 def _kept(entries: int, count: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """i64[Hkv, K]: entries of a sequence from its counts i32[Hkv], and bool[Hkv, K]: which of them are its heads'."""
+    """Entries i64[Hkv, K] of a sequence from its counts i32[Hkv], and flags bool[Hkv, K] of those that its heads keep.
+
+    Raises:
+        InputError: the entries do not lie within the packed caches.
+    """
     total, most = int(count.sum()), int(count.max())
     if total and not 0 <= first <= entries - total:
         raise InputError(
@@ -151,12 +155,16 @@ def _kept(entries: int, count: Tensor, first: int) -> tuple[Tensor, Tensor]:
         )
     seen = torch.arange(most, device=count.device) < count[:, None]
     begin = first + count.cumsum(0) - count
-    # What is no entry repeats the first one: it must be finite.
+    # A place without an entry repeats the first one, because its value must be finite.
     return torch.where(seen, begin[:, None] + torch.arange(most, device=count.device), first), seen
 
 
 def _slots(positions: Tensor, table: Tensor, page: int) -> Tensor:
-    """i64: where positions of one sequence, with the table i32[P], lie in a cache without its page dimension."""
+    """Slots i64 of one sequence's positions, by its table i32[P], in a cache whose pages lie end to end.
+
+    Raises:
+        InputError: the table is too short, or has no page for a position.
+    """
     last = int(positions[-1]) if len(positions) else -1
     if last >= len(table) * page:
         raise InputError(

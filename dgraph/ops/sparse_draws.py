@@ -26,13 +26,13 @@ def draw(
     padding: int = 0,
     sees_all: bool = False,
 ) -> tuple[Any, ...]:
-    """A random call: what nothing sees is NaN, or a page that does not exist.
+    """Draw a random call. Places that no row sees hold NaN, or a page that does not exist.
 
     Args:
-        actions, rows, windows, counts: of each sequence its action, number of rows, window, and entries per KV head.
-        keys: number of key rows; None: the rows themselves.
+        actions, rows, windows, counts: action, number of rows, window, and entries per KV head of each sequence.
+        keys: number of key rows of each sequence; None: the rows themselves.
         group: query heads per KV head.
-        padding: padding rows, and padding key rows.
+        padding: number of padding rows, and of padding key rows.
         sees_all: every row sees all that its sequence has; else limits vary.
     """
 
@@ -78,7 +78,7 @@ def draw(
 
 
 def in_float8(call: tuple[Any, ...], key_rows: bool) -> tuple[Any, ...]:
-    """The call with its caches in float8, and its key rows, too, if wanted."""
+    """Convert the caches of a call to float8; with `key_rows`, its key rows, too."""
     q, k, v, k_cache, v_cache, table, k_pack, v_pack, *rest = call
     caches, scales = zip(*map(scaled, (k_cache, v_cache, k_pack, v_pack)), strict=True)
     (k, k_scale), (v, v_scale) = map(scaled, (k, v)) if key_rows else ((k, None), (v, None))

@@ -1,8 +1,8 @@
-"""What a decoding rule may ask of each row's distribution, computed while the logits of its chunk exist.
+"""Statistics of each row's distribution that a decoding rule asks for, computed while the logits of a chunk exist.
 
-A statistic is a small frozen dataclass: how its value follows from a chunk of logits in plain torch, and what of the
-distribution it keeps for the next step. `dgraph::lm_head` gives `MARGIN` and `ENTROPY` of every candidate by itself;
-all others, a user's own among them, are computed by `dgraph::lm_head_measured`.
+A statistic is a small frozen dataclass. It computes its value from a chunk of logits in plain torch, and chooses what
+it keeps of the distribution for the next step. `dgraph::lm_head` gives `MARGIN` and `ENTROPY` of every candidate by
+itself; all others, a user's own among them, are computed by `dgraph::lm_head_measured`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from dgraph.shapes import InputSpec
 class RowLogits:
     """R rows of a chunk, as a statistic sees them; those without a candidate may hold anything.
 
-    logits [R, V]: z / T at the rows' temperature T (1 where it is 0), -inf for an id that is never produced. token
-    i64[R]: what was taken. before f32[R, W]: what the statistic kept of the row when it was last projected; seen
-    bool[R]: whether that was in this block (else `before` may hold anything).
+    Attributes:
+        logits: [R, V], z / T at the rows' temperature T (1 where it is 0), -inf for an id that is never produced.
+        token: i64[R], the token that was chosen.
+        before: f32[R, W], the values that the statistic kept of the row when it was last projected.
+        seen: bool[R], True if that was in this block; else `before` may hold anything.
     """
 
     logits: Tensor
@@ -36,7 +38,7 @@ class RowLogits:
 
     @property
     def logprobs(self) -> Tensor:
-        """log p [R, V], -inf where p is 0."""
+        """Logarithm of p, [R, V]; -inf where p is 0."""
         return self.logits.log_softmax(-1)
 
 
@@ -44,29 +46,31 @@ class RowLogits:
 class Statistic:
     """A number per row that a policy may ask for; subclasses are frozen dataclasses and implement `measure`.
 
-    It is of p = softmax(z / T) of the model's own logits z, before top-p, top-k, penalties and guidance: where a
-    sampler has these, tokens are taken from another distribution than the one that is measured. Only what is asked for
-    as `MARGIN` and `ENTROPY` follows the sampler.
+    It is a statistic of p = softmax(z / T) of the model's own logits z, before top-p, top-k, penalties and guidance. A
+    sampler that has these takes tokens from another distribution than the one that is measured. Only `MARGIN` and
+    `ENTROPY` follow the sampler.
 
     `measure` and `keep` run on the device within the step's CUDA graph: plain torch ops of static shapes that read
     nothing on the host.
 
-    name: under which `Candidates` has it. filler: its value for rows without a candidate.
+    Attributes:
+        name: the name under which `Candidates` has it.
+        filler: its value for rows without a candidate.
     """
 
     name: ClassVar[str]
     filler: ClassVar[float]
 
     def width(self, vocab: int) -> int:
-        """W: fp32 numbers that are kept per position of a block from one step to the next; 0 for none."""
+        """Number W of fp32 values that are kept per position of a block from one step to the next; 0 for none."""
         return 0
 
     def measure(self, rows: RowLogits) -> Tensor:
-        """f32[R]."""
+        """Value of the statistic for each row, f32[R]."""
         raise NotImplementedError
 
     def keep(self, rows: RowLogits) -> Tensor:
-        """f32[R, W]: what the next step gets as `RowLogits.before`."""
+        """Values f32[R, W] that the next step gets as `RowLogits.before`."""
         raise NotImplementedError
 
 
@@ -78,7 +82,7 @@ class Margin(Statistic):
     filler: ClassVar[float] = -torch.inf
 
     def measure(self, rows: RowLogits) -> Tensor:
-        """f32[R]."""
+        """See `Statistic.measure`."""
         largest = F.pad(rows.logits.softmax(-1), (0, 1)).topk(2).values  # a vocabulary of one has no second
         return largest[:, 0] - largest[:, 1]
 
@@ -91,19 +95,19 @@ class Entropy(Statistic):
     filler: ClassVar[float] = torch.inf
 
     def measure(self, rows: RowLogits) -> Tensor:
-        """f32[R]."""
+        """See `Statistic.measure`."""
         return torch.special.entr(rows.logits.softmax(-1)).sum(-1)
 
 
 @dataclass(frozen=True)
 class KL(Statistic):
-    """D_KL(p now || p when the row was last projected in this block), in nats; inf where it was not (KLASS, section 3).
+    """D_KL(p now || p when the row was last projected in this block), in nats; inf if it was not (KLASS, section 3).
 
     Attributes:
-        top: of the earlier p, keep this many largest probabilities with their ids, and compare what remains as one
-            class: 2 * top numbers per position. It is a lower bound of the divergence, and equal to it where the rest
-            of both is in proportion. 0, or at least half of V:
-            keep all of them, V numbers per position.
+        top: number of largest probabilities of the earlier p that are kept with their ids, 2 * top numbers per
+            position. The remaining ids are compared as one class. The result is a lower bound of the divergence, and
+            equal to it if the rest of both is in proportion. 0, or at least half of V: all are kept, V numbers per
+            position.
     """
 
     top: int = 64
@@ -123,11 +127,11 @@ class KL(Statistic):
         return 0 < 2 * self.top < vocab
 
     def measure(self, rows: RowLogits) -> Tensor:
-        """f32[R]."""
+        """See `Statistic.measure`."""
         now, before = rows.logprobs, rows.before.to(rows.logits.dtype)
         if self._compact(now.shape[1]):
             ids, before = before.chunk(2, dim=1)
-            # What is not this row's may hold anything: an id must be one all the same.
+            # Values that are not this row's may hold anything, but gather needs valid ids.
             now = now.gather(1, ids.nan_to_num().clamp(0, now.shape[1] - 1).long())
             now, before = (torch.cat([x, _rest(x)], dim=1) for x in (now, before))
         terms = torch.where(now > -torch.inf, now.exp() * (now - before), 0.0)
@@ -143,18 +147,17 @@ class KL(Statistic):
 
 
 def _rest(logprobs: Tensor) -> Tensor:
-    """[R, 1]: log of the probability that these leave to others, which no rounding makes 0."""
+    """Logarithm [R, 1] of the probability that is left to other ids, which no rounding makes 0."""
     left = 1 - logprobs.exp().sum(-1, keepdim=True)
     return left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
 
 @dataclass(frozen=True)
 class OtherToken(Statistic):
-    """The most likely token that is none of some ids (ties: lowest id), as a number. Ids beyond the vocabulary count
-    for nothing.
+    """The most likely token apart from some ids (ties: lowest id), as a number.
 
     Attributes:
-        ids: left out.
+        ids: the ids that are left out; those beyond the vocabulary count for nothing.
     """
 
     ids: tuple[int, ...]
@@ -163,11 +166,11 @@ class OtherToken(Statistic):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """One of its own for each choice of ids: a batch may hold requests that leave out others."""
+        """Name of its own for each choice of ids, because requests of a batch may leave out different ones."""
         return "_".join(("other_token", *map(str, self.ids)))
 
     def measure(self, rows: RowLogits) -> Tensor:
-        """f32[R], exact up to 2^24 ids."""
+        """See `Statistic.measure`; exact up to 2^24 ids."""
         vocab = rows.logits.shape[1]
         out = torch.zeros(vocab, dtype=torch.bool, device=rows.logits.device)
         for number in self.ids:
@@ -179,15 +182,16 @@ MARGIN, ENTROPY = Margin(), Entropy()
 BY_NAME: dict[str, Statistic] = {s.name: s for s in (MARGIN, ENTROPY, KL())}
 """Statistics that a policy may ask for by name alone."""
 GIVEN: tuple[Statistic, ...] = (MARGIN, ENTROPY)
-"""Those that dgraph::lm_head gives by itself."""
+"""Statistics that dgraph::lm_head gives by itself."""
 
 _DECLARED: dict[str, tuple[Statistic, ...]] = {}
 
 
 def declare(statistics: Iterable[Statistic]) -> str:
-    """What stands for statistics in a call of an op, which takes no objects: their reprs; "" for none.
+    """Text that stands for statistics in a call of an op, which takes no objects: their reprs; "" for none.
 
-    Raises `InputError` if others have the same reprs, or for two of one name.
+    Raises:
+        InputError: two statistics have one name, or others with the same reprs were declared before.
     """
     chosen = tuple(statistics)
     names = [s.name for s in chosen]
@@ -201,17 +205,21 @@ def declare(statistics: Iterable[Statistic]) -> str:
 
 
 def declared(text: str) -> tuple[Statistic, ...]:
-    """What `declare` was given; `InputError` for a text that it did not give in this process."""
+    """Statistics that `declare` was given for a text.
+
+    Raises:
+        InputError: `declare` did not give the text in this process.
+    """
     if text not in _DECLARED:
         raise InputError(f"no statistics were declared as {text!r} in this process; call declare with them first.")
     return _DECLARED[text]
 
 
 def kept_rows(statistics: Iterable[Statistic], vocab: int) -> InputSpec:
-    """The memory of `measure_rows`: per position a flag, 1 where something is kept of it, and what the statistics keep.
+    """Memory of `measure_rows`: per position a flag, 1 if values are kept of it, and the values that statistics keep.
 
-    A position belongs to one block of its response, and has a candidate only in that block's steps: so it begins with
-    each response what would begin with each block.
+    A position belongs to one block of its response, and has a candidate only in that block's steps. So the memory is
+    reset with each response, and a block finds none of an earlier block.
     """
     width = 1 + sum(s.width(vocab) for s in statistics)
     return InputSpec(f"statistics_{width}", torch.float32, ("pages", "page", width), reset="response")
@@ -227,11 +235,17 @@ def measure_rows(
     state: Tensor,
     live: Tensor,
 ) -> Tensor:
-    """f32[R, S]: each statistic of R rows of logits [R, V]; what they keep is written to `state`.
+    """Compute each statistic of R rows, f32[R, S], and write the values that they keep to `state`.
 
-    live bool[R]: rows with a candidate; all else may hold anything in the others, which keep nothing. slot i64[R]: the
-    place of the row's position among the pages * page places of state f32[pages, page, 1 + W], see `kept_rows`; -1 for
-    none. No two live rows have one place. The other arguments are those of dgraph::lm_head.
+    Args:
+        statistics: S of them.
+        logits: [R, V].
+        token: i64[R], as dgraph::lm_head gives it.
+        temperature, suppress: f32[R] and an id, as dgraph::lm_head takes them.
+        slot: i64[R], the place of the row's position among the pages * page places of `state`; -1 for none. No two live
+            rows have one place.
+        state: f32[pages, page, 1 + W], see `kept_rows`.
+        live: bool[R], rows with a candidate. The other rows may hold anything in all other arguments, and keep nothing.
     """
     scaled = logits.to(numeric(logits.dtype), copy=True)
     if not len(scaled):
@@ -251,8 +265,8 @@ def measure_rows(
         if width:
             kept.append(statistic.keep(rows).to(state.dtype))
             first += width
-    # Sizes are static in a CUDA graph, so every row writes: one that keeps nothing writes once more what the first row
-    # that does so writes, and where there is none, all of them what the first place holds.
+    # Sizes are static in a CUDA graph, so every row writes. A row that keeps nothing repeats the write of the first row
+    # that keeps something. If no row does, all of them write the first place's own values to it.
     row = torch.where(own, torch.arange(len(own), device=own.device), own.int().argmax())
     written = torch.where(own[row, None], torch.cat(kept, dim=1)[row], held[row])
     places.index_put_((torch.where(own[row], slot[row], 0),), written)

@@ -1,4 +1,4 @@
-"""Products by weights as they are stored, of rows as they are or in 8 bits: in plain torch, or on a CPU by a kernel."""
+"""Products by quantised weights, of rows as they are or in 8 bits: in plain torch, or on a CPU by a kernel."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dgraph.private.torch import product_of_int8
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight, spread, unpacked
 
 AT_A_TIME = 2**18
-"""Elements of a weight that are dequantised at a time: what a core's cache holds."""
+"""Elements of a weight that are dequantised at a time, as many as a core's cache holds."""
 MANY_ROWS, MOST_NUMBERS = 128, 2**28
-"""For more rows a GPU dequantises a weight before the product, into memory of its own, if it has no more numbers, and
-no kernel that is fast for more of them (`dgraph.ops.triton.stored_roles`).
+"""Rows above which a GPU dequantises a weight before the product, into memory of its own, and the most numbers of such
+a weight. It does not where a kernel is fast for more rows (`dgraph.ops.triton.stored_roles`).
 """
 _BYTE = 2.0**8
-"""A float8 whose bits are those of a float16 is so many times as large: the exponents count from 7 and from 15."""
+"""Ratio of a float8 to the float16 that has its bits: their exponents count from 7 and from 15."""
 
 
 def multiply(
     x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, bias: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """x [..., columns] @ weight.T + bias, by a weight [rows, columns] as it is, or as it is stored.
+    """Compute x [..., columns] @ weight.T + bias, by a plain or a quantised weight [rows, columns].
 
-    Of one that is stored some rows are taken at a time, so that numbers go from memory to the product once. Where a
-    scale is of a whole row, it is the sum that is scaled.
+    A quantised weight is taken some rows at a time, so that its numbers go from memory to the product once. If a scale
+    is of a whole row, the sum is scaled.
 
     Args:
-        x: as it is; or in the numbers that the weight is stored in, which then has a scale for each row. Sums are of
+        x: as it is; or in the numbers that the weight is stored in, which then has a scale for each row. Sums are in
             int32 for int8, else in fp32, and scaled by the row's scale, then by the weight's.
     """
     if isinstance(x, QuantisedRows):
@@ -55,16 +55,14 @@ def workspace(device: torch.device, x: Tensor | QuantisedRows, weight: Tensor | 
 
 
 def dequantised_first(x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight) -> bool:
-    """Whether a GPU without a faster kernel dequantises a weight before it multiplies x [..., columns] by it, and not
-    within the product.
-    """
+    """True if a GPU without a faster kernel dequantises a weight before the product by x [..., columns], not in it."""
     if isinstance(x, QuantisedRows) or isinstance(weight, Tensor):
         return False
     return x.shape[:-1].numel() > MANY_ROWS and weight.shape.numel() <= MOST_NUMBERS
 
 
 def _of_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
-    """Rows and weight in numbers of one kind, each with a scale for each row."""
+    """Multiply rows by a weight in numbers of the same kind, both with a scale for each row."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if x.values.dtype == torch.int8 and x.device.type == "cpu":
         if (made := product.multiply_numbers(x, weight, bias)) is not None:
@@ -82,7 +80,7 @@ def _of_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) 
 
 
 def _of_rows(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
-    """[rows] the scale of each row, which has one."""
+    """Scales [rows] of a weight that has one for each row."""
     return spread(weight.scales, weight.block, weight.shape)[:, 0].to(dtype)
 
 
@@ -100,8 +98,9 @@ def _product(x: Tensor, weight: QuantisedWeight) -> Tensor:
 
 
 def _numbers(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """The numbers that are stored, in a floating dtype, without the usual zero of 4-bit ones; and what they are to be
-    multiplied by. A conversion of float8 by torch takes ten times as long on a CPU.
+    """Stored numbers in a floating dtype, less the usual zero of 4-bit ones, and the factor by which to multiply them.
+
+    A conversion of float8 by torch takes ten times as long on a CPU.
     """
     if values.dtype == torch.float8_e4m3fn:
         bits = values.view(torch.int8).to(torch.int16)
@@ -117,7 +116,7 @@ def _numbers(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
 
 @functools.cache
 def _pairs() -> Tensor:
-    """i64[256]: by a byte the two float32 that it stands for."""
+    """Table i64[256]: for each byte the two float32 that its 4-bit numbers stand for."""
     byte = torch.arange(256, dtype=torch.uint8)
     pairs = unpacked(byte.unsqueeze(1)).float() - KINDS["int4"].zero
     return pairs.contiguous().view(torch.int64).squeeze(1)

@@ -1,7 +1,7 @@
-"""Tilings of kernels that were chosen by timing them, and how a kernel comes by them.
+"""Tilings of kernels that were chosen by timing them, and the way in which a kernel gets them.
 
-A kernel derives a tiling (sizes of its launches) from the shapes of its arguments; that is its default. Where a choice
-was made for a shape it takes that instead:
+A kernel derives a tiling (sizes of its launches) from the shapes of its arguments; that is its default. If a choice
+was made for a shape, the kernel takes that instead:
 
     tiling = chosen("paged_attention", shape_of(q, ...)) or tiling_for(...)
 
@@ -10,8 +10,8 @@ not to the process, so tuning one model does not change the numbers of another.
 
 A tiling never changes what a kernel computes, only the order of its sums: another number of shares rounds attention, a
 product or a softmax in another way, in the last bits. Under one tiling, equal calls give equal bits. Ops that select
-rows are not tuned, and the token of lm_head is the same under every tiling; what is compared with a threshold (a
-confidence, the cosine of partial_attention) can fall on its other side only where it lies on it to within rounding.
+rows are not tuned, and the token of lm_head is the same under every tiling. Some values are compared with a threshold:
+a confidence, the cosine of partial_attention. They can fall on its other side only if they equal it to within rounding.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class AttentionShape:
 
     Attributes:
         rows, sequences: N and b; a step's rows are those of its bucket.
-        heads, kv_heads, head_dim: of the queries and the caches.
+        heads, kv_heads, head_dim: sizes of the queries and the caches.
         page: positions per page.
-        keys: that a page table addresses per sequence, rounded up to a power of two.
-        dtype, stored: of the queries, and of keys and values, as torch names them.
+        keys: number that a page table addresses per sequence, rounded up to a power of two.
+        dtype, stored: dtype of the queries, and of keys and values, as torch names them.
     """
 
     rows: int
@@ -51,7 +51,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A call of rows_linear: room for so many rows (how many are live is known on the device alone), sizes, dtype."""
+    """A call of rows_linear: rows that there is room for (the number of live ones is on the device), sizes, dtype."""
 
     rows: int
     d_in: int
@@ -61,7 +61,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class LogitsShape:
-    """One chunk of lm_head: rows and logits of each, dtype of the logits."""
+    """One chunk of lm_head: its rows, logits of each row, and dtype of the logits."""
 
     rows: int
     vocab: int
@@ -73,12 +73,12 @@ Shape = AttentionShape | LinearShape | LogitsShape
 
 @dataclass(frozen=True)
 class Tunable:
-    """What tuning needs to know of a kernel; `Op.tuning` says where it stands.
+    """Description of a kernel for tuning; `Op.tuning` names its place.
 
     Attributes:
-        shape, tiling: their types, frozen dataclasses of plain values.
-        shapes: of the launches that a call with the op's arguments makes; only sizes and dtypes are looked at.
-        candidates: tilings for a shape on a device with so many multiprocessors, the default first.
+        shape, tiling: types of its shapes and tilings, frozen dataclasses of plain values.
+        shapes: shapes of the launches that a call with the op's arguments makes, from sizes and dtypes alone.
+        candidates: tilings for a shape and a number of multiprocessors, the default first.
         trial: calls on random values of a shape; see `dgraph.ops.triton.trials`.
     """
 
@@ -91,15 +91,15 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Choice:
-    """What timing said for one shape.
+    """Result of timing for one shape.
 
     Attributes:
-        shape: of the call.
+        shape: shape of the call.
         tiling: the tiling to take, a frozen dataclass of the kernel's.
-        seconds: of a call under it; None if no tiling could be timed, and the tiling is the default.
-        default_seconds: of a call under the default; None if that could not be timed.
-        tried: tilings that were timed.
-        failed: tilings that were not, as text, and why.
+        seconds: time of a call under it; None if no tiling could be timed, and the tiling is the default.
+        default_seconds: time of a call under the default; None if that could not be timed.
+        tried: number of tilings that were timed.
+        failed: tilings that could not be timed, as text, and why.
     """
 
     shape: Any
@@ -110,7 +110,7 @@ class Choice:
     failed: tuple[tuple[str, str], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the choice as plain values."""
         return asdict(self)
 
     @classmethod
@@ -134,25 +134,26 @@ class Choices:
         return len(self._tilings)
 
     def add(self, op: str, choice: Choice) -> None:
-        """Take a choice up, in place of an earlier one for its shape."""
+        """Add a choice, in place of an earlier one for its shape."""
         self._tilings[op, choice.shape] = choice.tiling
 
     def clear(self) -> None:
-        """Let all of them go."""
+        """Drop all tilings."""
         self._tilings.clear()
 
     def tiling(self, op: str, shape: Shape) -> Any | None:
-        """The tiling for a shape; None if none was chosen."""
+        """Tiling that was chosen for a shape, or None."""
         return self._tilings.get((op, shape))
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Let kernels that are launched inside of the block, by this thread, take these tilings."""
+        """Let kernels that this thread launches inside of the block take these tilings."""
         return _InUse(self)
 
 
 class _InUse:
-    """Choices while they are in use. Every step enters one while the device waits, and a generator takes the host 10 us
-    there.
+    """Choices while they are in use.
+
+    It is no generator, because every step enters one while the device waits, and a generator takes the host 10 us.
     """
 
     def __init__(self, choices: Choices):
@@ -169,14 +170,18 @@ _IN_USE: ContextVar[Choices | None] = ContextVar("choices in use", default=None)
 
 
 def chosen(op: str, shape: Shape) -> Any | None:
-    """The tiling that the choices in use have for a call; None for the default."""
+    """Tiling that the choices in use have for a call; None for the default."""
     choices = _IN_USE.get()
     return None if choices is None else choices.tiling(op, shape)
 
 
 def attention_shape(q: Any, cache: Any, table: Any) -> AttentionShape:
-    """The shape of an attention, from sizes and dtypes of q [N, Hq, D], a cache [pages, page, Hkv, D] and its table of
-    pages [b, P].
+    """Shape of an attention, from sizes and dtypes.
+
+    Args:
+        q: [N, Hq, D].
+        cache: [pages, page, Hkv, D].
+        table: [b, P], its table of pages.
     """
     (rows, heads, d), (_, page, kv_heads, _), (b, pages) = q.shape, cache.shape, table.shape
     keys = 1 << max(0, pages * page - 1).bit_length()
@@ -184,12 +189,12 @@ def attention_shape(q: Any, cache: Any, table: Any) -> AttentionShape:
 
 
 def dtype_name(dtype: object) -> str:
-    """As torch names it: "bfloat16"."""
+    """Name of a dtype as torch gives it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def text_of(value: Any) -> str:
-    """A shape or tiling, as dataclass or plain values, on one line: `rows=64 vocab=100 dtype=float32`."""
+    """Write a shape or tiling, as dataclass or plain values, on one line: `rows=64 vocab=100 dtype=float32`."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -204,7 +209,7 @@ def _inner(value: Any) -> str:
 
 
 def _value(kind: Any, data: Any) -> Any:
-    """Plain data as a value of a type: numbers, texts, tuples, optional ones, dataclasses of these."""
+    """Convert plain data to a value of a type: numbers, texts, tuples, optional ones, dataclasses of these."""
     if is_dataclass(kind):
         assert isinstance(kind, type)
         return kind(**_fields(data, get_type_hints(kind), [f.name for f in fields(kind)]))

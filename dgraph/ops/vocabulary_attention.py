@@ -1,8 +1,8 @@
 """dgraph::vocabulary_attention: decisions and soft embeddings from a tied LM head, with nothing of [rows, V] in memory.
 
-softmax(cap(h E^T) / T) E is attention with the embedding E as keys and values. What a step of DiffusionGemma takes
-from its head (most likely token, a draw, the entropy, and the mean embedding that its next step reads) are so many
-statistics of one pass over E.
+softmax(cap(h E^T) / T) E is attention with the embedding E as keys and values. A step of DiffusionGemma takes four
+statistics from its head, and one pass over E gives them all. They are the most likely token, a draw, the entropy, and
+the mean embedding that its next step reads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fake(h: Tensor, weight: Tensor, temperature: Tensor, seed: Tensor, *rest: An
 
 
 def workspace(device: torch.device, h: Tensor, weight: Tensor, *rest: Any) -> int:
-    """Bytes of one chunk of ids, see `vocabulary_part.workspace`, and of its results, of which these are made."""
+    """Bytes of one chunk of ids, see `vocabulary_part.workspace`, and of its results, from which those of the op come."""
     more = numeric(h.dtype).itemsize * (h.numel() + NUMBERS * len(h))
     return vocabulary_part.workspace(device, h, weight) + more
 

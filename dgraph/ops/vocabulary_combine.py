@@ -1,4 +1,4 @@
-"""dgraph::vocabulary_combine: what dgraph::vocabulary_attention gives, from the numbers of all ranks."""
+"""dgraph::vocabulary_combine: the results of dgraph::vocabulary_attention, from the numbers of all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reference(numbers: Tensor, own: Tensor, context: Tensor) -> tuple[Tensor, Te
 
 
 def decided(numbers: Tensor, context: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The results of rows whose numbers [R, 6] are of the whole vocabulary; live bool[R]: rows that are no padding."""
+    """Results of rows whose numbers [R, 6] are of the whole vocabulary; live: bool[R], rows that are no padding."""
     best, _, mass, distance, _, token = numbers.unbind(-1)
     return (
         best.to(torch.int64).masked_fill(~live, -1),

@@ -1,4 +1,4 @@
-"""dgraph::vocabulary_part: dgraph::vocabulary_attention over those ids that a rank has, as far as one rank can go."""
+"""dgraph::vocabulary_part: one rank's share of dgraph::vocabulary_attention, over the ids that the rank has."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def reference(
 def check(
     h: Tensor, weight: Tensor, temperature: Tensor, seed: Tensor, softcap: float | None, vocab: int = MOST_IDS
 ) -> None:
-    """Raise if the arguments do not belong together.
+    """Refuse arguments that do not belong together.
 
     Raises:
         InputError: sizes that do not fit each other, a softcap that caps nothing, or more ids than float32 tells apart.
@@ -93,14 +93,14 @@ def check(
 
 
 def tempered(logits: Tensor, temperature: Tensor, softcap: float | None) -> Tensor:
-    """[R, V]: cap(logits) / T, see the contract of dgraph::vocabulary_attention; may be the logits themselves."""
+    """Compute cap(logits) / T, [R, V], in place; see the contract of dgraph::vocabulary_attention."""
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits.div_(torch.where(temperature > 0, temperature, 1.0).to(logits.dtype)[:, None])
 
 
 def numbers_of(x: Tensor, temperature: Tensor, seed: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, 6] and [R, V]: the numbers of rows of x [R, V] (-inf for an id that is none), and exp(x - largest)."""
+    """Numbers [R, 6] of rows of x [R, V], and exp(x - largest) [R, V]; x is -inf for an id that does not exist."""
     top, best = x.max(-1, keepdim=True)
     best = torch.where(top > -torch.inf, ids[best], NO_TOKEN)
     top = top.clamp(min=LOWEST)
@@ -119,7 +119,7 @@ def numbers_of(x: Tensor, temperature: Tensor, seed: Tensor, ids: Tensor) -> tup
 
 
 def combined(shares: Tensor) -> Tensor:
-    """[R, 6]: the numbers of W shares [R, W, 6] together, of which each has higher ids than those before it."""
+    """Combine the numbers of W shares [R, W, 6] into [R, 6]; each share has higher ids than those before it."""
     best, top, total, spread, key, token = shares.unbind(-1)
     highest, mass, distance = merged(top, total, spread)
     which, (winner, drawn) = top.argmax(-1, keepdim=True), key.max(-1, keepdim=True)
@@ -127,7 +127,7 @@ def combined(shares: Tensor) -> Tensor:
 
 
 def faded(part: Tensor, whole: Tensor) -> Tensor:
-    """[R, 1]: what exp(x - largest) of a part of the ids is to be multiplied by to be that of all of them."""
+    """Factor [R, 1] that turns exp(x - largest) of a part of the ids into that of all of them."""
     return torch.exp(part[:, 1:2] - whole[:, 1:2])
 
 
@@ -137,7 +137,7 @@ def fake(h: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def workspace(device: torch.device, h: Tensor, weight: Tensor, *rest: Any) -> int:
-    """Bytes of one chunk of ids: on a GPU what its kernel says; on a CPU four times its logits, and its weight."""
+    """Bytes of one chunk of ids: on a GPU as its kernel says; on a CPU four times its logits, and its weight."""
     if device.type == "cuda":
         from dgraph.ops.triton.vocabulary_part import workspace as on_gpu
 
@@ -147,7 +147,7 @@ def workspace(device: torch.device, h: Tensor, weight: Tensor, *rest: Any) -> in
 
 
 def calls(generator: torch.Generator) -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...] | None]]:
-    """Name, call and padded call of dgraph::vocabulary_attention."""
+    """Yield the name, call and padded call of samples of dgraph::vocabulary_attention."""
     for name, counts, d, vocab, heat, softcap, suppress in (
         ("greedy", (5,), 8, 33, 0.0, None, -1),
         ("drawn, capped", (4, 0, 3), 16, 70, 0.8, 3.0, -1),

@@ -1,4 +1,4 @@
-"""Products by stored weights on a CPU, of tiles where it has such (AMX), else of vectors: what `product.cpp` does."""
+"""Products by quantised weights on a CPU, in tiles if it has them (AMX), else in vectors; calls `product.cpp`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _PARTS = ("product_numbers.cpp", "product.cpp")
 _KINDS = {KINDS[name].dtype: number for number, name in enumerate(("fp8", "int8", "int4"))}
 _POINTER, _SIZE = c_void_p, c_int64
 _ARGUMENTS = (
-    *(_POINTER, c_int, _POINTER, _SIZE),  # x, whether it is bfloat16, scales of rows, how many they are
+    *(_POINTER, c_int, _POINTER, _SIZE),  # x, 1 if it is bfloat16, scales of rows, number of rows
     *(_POINTER, c_int, _POINTER, _POINTER),  # values, their kind, scales, zeros
     *(_SIZE, _SIZE, _SIZE, _SIZE),  # rows and columns of the weight, of a block
     *(_POINTER, _POINTER, c_int),  # bias, result, threads
 )
 
 _OF_NUMBERS = (
-    *(_POINTER, _POINTER, _SIZE),  # x, scales of rows, how many they are
+    *(_POINTER, _POINTER, _SIZE),  # x, scales of rows, number of rows
     *(_POINTER, _POINTER, _SIZE, _SIZE, _SIZE),  # values, scales, rows and columns of the weight, rows of a block
-    *(_POINTER, _POINTER, c_int, c_int),  # bias, result, whether it is bfloat16, threads
+    *(_POINTER, _POINTER, c_int, c_int),  # bias, result, 1 if it is bfloat16, threads
 )
 
 
 def serves(x: Tensor, weight: QuantisedWeight) -> bool:
-    """Whether the kernel takes these: on a CPU where it was compiled, contiguous, of a dtype other than float64."""
+    """True if the kernel takes these operands: on a CPU where it compiled, a contiguous weight, x not in float64."""
     if x.device.type != "cpu" or x.dtype == torch.float64 or weight.values.dim() != 2 or not x.numel():
         return False
     stored = (weight.values, weight.scales, weight.zeros)
@@ -43,10 +43,11 @@ def serves(x: Tensor, weight: QuantisedWeight) -> bool:
 def multiply(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, scales: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """x [..., columns] * scales [..., 1] @ weight.T + bias, in the dtype of x, of what it serves.
+    """Compute x [..., columns] * scales [..., 1] @ weight.T + bias, in the dtype of x, of operands that it serves.
 
-    Sums are in fp32 and rounded once. What a row gives does not depend on the rows beside it. Where a scale is of a
-    whole row the sum is scaled, else each number; those are rounded to bfloat16 first where a CPU multiplies that.
+    Sums are in fp32 and rounded once. The result of a row does not depend on the rows beside it. If a scale is of a
+    whole row the sum is scaled, else each number. Scaled numbers are rounded to bfloat16 before the product if the CPU
+    multiplies that.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
         return multiply(x.float(), weight, bias, scales).to(x.dtype)
@@ -67,10 +68,10 @@ def multiply(
 
 
 def multiply_numbers(x: QuantisedRows, weight: QuantisedWeight, bias: Tensor | None) -> Tensor | None:
-    """x [..., columns] @ weight.T + bias of int8 rows by an int8 weight, in the rows' dtype; None where this CPU has no
-    tiles, or it does not serve such.
+    """Compute x [..., columns] @ weight.T + bias of int8 rows by an int8 weight, in the rows' dtype.
 
-    Sums are of int32; scaled by the row's scale, then by the weight's, in fp32, and rounded once.
+    None if this CPU has no tiles, or the kernel does not serve these operands. Sums are in int32; they are scaled by
+    the row's scale, then by the weight's, in fp32, and rounded once.
     """
     kernels = _kernels() if serves(x.values, weight) else None
     if kernels is None or x.dtype not in (torch.float32, torch.bfloat16):
@@ -94,7 +95,7 @@ def _at(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Any], ...] | None:
-    """Of rows as they are, and of rows in int8; None where they cannot be compiled, which is said once."""
+    """Kernels for rows as they are, and for rows in int8; None if they do not compile, with one warning."""
     source = "\n".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PARTS)
     try:
         kernels = tuple(load_cpp(source, name) for name in ("multiply", "multiply_numbers"))
