@@ -59,7 +59,7 @@ def fake(h: Tensor, weight: Tensor, temperature: Tensor, seed: Tensor, *rest: An
 
 
 def workspace(device: torch.device, h: Tensor, weight: Tensor, *rest: Any) -> int:
-    """Bytes of one chunk of ids, see `vocabulary_part.workspace`, and of its results, from which those of the op come."""
+    """Bytes of one chunk of ids, see `vocabulary_part.workspace`, and of the results that it leaves for this op."""
     more = numeric(h.dtype).itemsize * (h.numel() + NUMBERS * len(h))
     return vocabulary_part.workspace(device, h, weight) + more
 

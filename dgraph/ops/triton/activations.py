@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def gated(gate, up, SILU: tl.constexpr):
-    """act(gate) * up of fp32: silu, or gelu by tanh."""
+    """Compute act(gate) * up in fp32: silu, or gelu by tanh."""
     if SILU:
         found = gate * tl.sigmoid(gate) * up
     else:  # 1 + tanh(z) = 2 sigmoid(2 z)

@@ -1,13 +1,13 @@
 """Attention over keys and values in float8 on Hopper GPUs.
 
-The matrix units multiply float8 by float8, or two factors of 16 bits. Keys are multiplied as they are stored: a query
-in bf16 is the sum of two numbers of float8 (its first four bits, and what is left), so that its score is the sum of two
-products, and as exact. Values meet weights, which two numbers of float8 would hold as well, but the units read a right
-factor of 8 bits along the keys, and values lie along the head: so they become float16 in shared memory, once for all
-rows of a tile. Scales are multiplied into scores and weights.
+The matrix units multiply float8 by float8, or two factors of 16 bits. Keys are multiplied as they are stored. A query
+in bf16 is the sum of two numbers of float8: its first four bits, and the rest. So its score is the sum of two products,
+and as exact. Values are multiplied by weights, which two numbers of float8 would hold as well. But the units read a
+right factor of 8 bits along the keys, and values lie along the head. So values become float16 in shared memory, once
+for all rows of a tile. Scales are multiplied into scores and weights.
 
 One warp loads blocks of keys, values and their scales into a ring in shared memory; four multiply. Two programs fit on
-a multiprocessor, and what one computes hides what the other waits for.
+a multiprocessor, and one computes while the other waits.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -37,15 +37,15 @@ from dgraph.ops.triton.rows import offsets_block
 ROWS, KEYS, STAGES = 64, 64, 3
 """Stacked rows of a tile, keys of a block, blocks in the ring: two programs fit on a multiprocessor."""
 REGISTERS = 128
-"""Of a thread of two such programs, before those that multiply take what the loading warp gives."""
+"""Registers of a thread of two such programs, before the multiplying warps take those that the loading warp frees."""
 LOADING = gl.constexpr(24)
 """Registers of a thread that loads."""
 ONE_LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-"""Scales of a block in shared memory, side by side."""
+"""Layout of a block's scales in shared memory, side by side."""
 
 
 def fits(q: Tensor, k_cache: Tensor) -> bool:
-    """Whether the kernel takes such queries [N, H, D] and a cache of such keys; if that can be read in blocks."""
+    """True if the kernel takes such queries [N, H, D] and such a cache of keys, provided that it is read in blocks."""
     return (
         q.dtype == torch.bfloat16
         and k_cache.dtype == FLOAT8
@@ -67,13 +67,14 @@ def launch(
     out: Tensor,
     shares: tuple[int, Tensor, Tensor],
 ) -> None:
-    """Attention of q into out, both [N, H, D]; arguments as of `paged_attention.kernel`, which made them dense.
+    """Write attention of q to out, both [N, H, D]; arguments as of `paged_attention.kernel`, which made them dense.
 
     Args:
         blocks: keys and values, as `paged_attention.blocks_of` sees the caches.
         scales: f32[pages, page, Hkv] of keys and values, by head.
-        scale: of the scores; not negative.
-        shares: how many shares of the keys, and of more than one their sums and masses, as `paged_attention` adds up.
+        scale: scale of the scores; not negative.
+        shares: number of shares of the keys, and their sums and masses if it is above 1, for `paged_attention` to add
+            up.
     """
     (n, heads, d), b = q.shape, cu_rows.shape[0] - 1
     pages, page, kv_heads = scales[0].shape
@@ -147,7 +148,7 @@ def _attend_in_eight_bits(
 
 @gluon.jit
 def _load_blocks(sources, table_ptr, held, head, begin, stop, PAGE: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Blocks of keys, values and scales into the ring, the last first."""
+    """Load blocks of keys, values and scales into the ring, the last first."""
     k_blocks, v_blocks, k_lines, v_lines = sources
     k_held, v_held, k_by_held, v_by_held, full, empty = held
     STAGES: gl.constexpr = k_held.shape[0]
@@ -172,7 +173,7 @@ def _multiply_tile(
     pointers, held, q_held, v_wide, where, rest,
     GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, SPLITS: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """The stacked rows of a tile over their share of the blocks, the last first, as in `attention_roles`."""
+    """Attend the stacked rows of a tile to their share of the blocks, the last first, as in `attention_roles`."""
     q_ptr, limit_ptr, cos_ptr, sin_ptr, out_ptr, part_ptr, mass_ptr = pointers
     full, empty = held[4], held[5]
     head, split, first_row, end, seeing, begin, stop, plain, longest = where
@@ -237,10 +238,11 @@ def _load_queries(
     q_held, q_ptr, cos_ptr, sin_ptr, q_row, cos_row, sin_row, head, first_row, end,
     GROUP: gl.constexpr, ROWS: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """Queries into shared memory, each over a power of two and in two numbers of float8; these powers f32[BLOCK_M].
+    """Load queries into shared memory, each over a power of two and as two numbers of float8; return the powers.
 
-    A row's largest magnitude becomes 2**7 or more, and less than 2**8. The second number of one of at least 2**-2 is
-    exact then: of its eight bits the first has four, and what is left is at most eight of the last.
+    The powers are f32[BLOCK_M]. A row's largest magnitude becomes 2**7 or more, and less than 2**8. Then the second
+    number of a value of at least 2**-2 is exact. The first number has four of the value's eight bits, and the rest is
+    at most eight units of the last bit.
     """
     BLOCK_M: gl.constexpr = q_held.shape[1]
     SIDE: gl.constexpr = q_held.shape[2] // 2
@@ -261,8 +263,9 @@ def _load_queries(
 
 @gluon.jit
 def _store_in_two(x, q_held, FIRST: gl.constexpr, SIDE: gl.constexpr):
-    """x as two numbers of float8. The first is rounded as in `scales.nearest`, so that its conversion is exact, and
-    need not be undone to know what is left.
+    """Store x as two numbers of float8.
+
+    The first is rounded as in `scales.nearest`. So its conversion is exact, and need not be undone to get the rest.
     """
     exponent = gl.maximum(x.to(gl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     large = ((exponent + (20 << 23)) | 0x400000).to(gl.float32, bitcast=True)
@@ -273,7 +276,7 @@ def _store_in_two(x, q_held, FIRST: gl.constexpr, SIDE: gl.constexpr):
 
 @gluon.jit
 def _begin_scores(q_held, k):
-    """Begins the products of both numbers of the queries and a block of keys: one sum."""
+    """Begin the products of both numbers of the queries and a block of keys, in one sum."""
     BLOCK_M: gl.constexpr = q_held.shape[1]
     BLOCK_N: gl.constexpr = k.shape[0]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -284,7 +287,7 @@ def _begin_scores(q_held, k):
 
 @gluon.jit
 def _widen(i, key, longest, held, v_wide, MASKED: gl.constexpr):
-    """Values of block i in float16; MASKED: without those from `longest` on, which may never have been written."""
+    """Widen values of block i to float16; MASKED: zeros from `longest` on, which may never have been written."""
     v_held = held[1]
     BLOCK_N: gl.constexpr = v_held.shape[1]
     moved: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -298,8 +301,9 @@ def _widen(i, key, longest, held, v_wide, MASKED: gl.constexpr):
 
 @gluon.jit
 def _weights_of(i, key, score, limit, longest, by, held, top, total, MASKED: gl.constexpr):
-    """Weights of block i times the scales of its values, as a left factor; the new top and total, and what earlier sums
-    fade by. The top is a bound of log2 of weight times scale, as in `scales.above`.
+    """Weights of block i times the scales of its values, as a left factor; new top and total; factor of earlier sums.
+
+    The top is a bound of log2 of weight times scale, as in `scales.above`.
     """
     k_by_held, v_by_held = held[2], held[3]
     STAGES: gl.constexpr = k_by_held.shape[0]
@@ -328,7 +332,7 @@ def _weights_of(i, key, score, limit, longest, by, held, top, total, MASKED: gl.
 def _next_block(
     i, key, limit, longest, by, q_held, held, v_wide, acc, weight, top, total, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Scores of block i and values of the block before, side by side."""
+    """Compute scores of block i and products with values of the block before, side by side."""
     full, empty = held[4], held[5]
     STAGES: gl.constexpr = full.shape[0]
     stage = i % STAGES

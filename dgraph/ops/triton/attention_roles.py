@@ -1,7 +1,7 @@
-"""The attention of many rows on Hopper GPUs: warps with roles of their own, which Triton does not make of a kernel.
+"""Attention of many rows on Hopper GPUs, by warps with roles of their own, which Triton does not generate.
 
 One warp loads blocks of keys and values into a ring in shared memory. Two groups of four warps multiply 64 rows of the
-stacked matrix each, and take no notice of each other: the softmax of one runs beside the products of the other, and
+stacked matrix each, independently of each other. The softmax of one group runs beside the products of the other, and
 beside the product of its own block before. The source is Gluon, the language below Triton.
 
 A block is handed over by barriers in shared memory: `full` says that it came, `empty` that both groups are done.
@@ -29,17 +29,17 @@ from dgraph.ops.triton.hopper import layout_of, understood
 from dgraph.ops.triton.rows import offsets_block
 
 ROWS, KEYS, STAGES = 128, 128, 2
-"""Stacked rows of a tile, keys of a block, blocks of keys and of values in the ring: what the registers of two groups
-of warps and the shared memory of a multiprocessor hold.
+"""Stacked rows of a tile, keys of a block, blocks of keys and of values in the ring. The registers of two groups of
+warps and the shared memory of a multiprocessor hold no more.
 """
 HEAD_DIM = 128
-"""Values of a head that the kernel is made and measured for."""
+"""Head dimension for which the kernel is made and measured."""
 MULTIPLYING, LOADING = gl.constexpr(240), gl.constexpr(24)
 """Registers of a thread in either role."""
 
 
 def fits(q: Tensor, cache: Tensor) -> bool:
-    """Whether the kernel takes such queries [N, H, D] and a cache of such keys; if that can be read in blocks."""
+    """True if the kernel takes such queries [N, H, D] and such a cache of keys, provided that it is read in blocks."""
     return q.element_size() == 2 and q.shape[2] == HEAD_DIM and q.dtype == cache.dtype and understood(q.device)
 
 
@@ -55,12 +55,12 @@ def launch(
     rotation: tuple[Tensor, Tensor] | None,
     out: Tensor,
 ) -> None:
-    """Attention of q into out, both [N, H, D]; arguments as of `paged_attention.kernel`, which made them dense.
+    """Write attention of q to out, both [N, H, D]; arguments as of `paged_attention.kernel`, which made them dense.
 
     Args:
         blocks: keys and values, as `paged_attention.blocks_of` sees the caches.
         page, kv_heads: sizes of the caches.
-        scale: of the scores; not negative.
+        scale: scale of the scores; not negative.
     """
     (n, heads, d), b = q.shape, cu_rows.shape[0] - 1
     group = heads // kv_heads
@@ -125,8 +125,9 @@ def _attend_in_roles(
 
 @gluon.jit
 def tile_at(cu_ptr, n, b, tile, ROWS: gl.constexpr, OFFSETS: gl.constexpr):
-    """The sequence of a tile of rows, the first of these, which may be beyond its end, and that end. As
-    `rows.sequence_at` finds it, whose vectors have no layout.
+    """Sequence of a tile of rows, the tile's first row, which may lie beyond the sequence's end, and that end.
+
+    The search is that of `rows.sequence_at`, whose vectors have no layout.
     """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     s = gl.to_tensor(-1)
@@ -141,7 +142,7 @@ def tile_at(cu_ptr, n, b, tile, ROWS: gl.constexpr, OFFSETS: gl.constexpr):
 
 @gluon.jit
 def _load_blocks(k_blocks, v_blocks, table_ptr, held, head, blocks, PAGE: gl.constexpr):
-    """Blocks of keys and values into the ring, the last first."""
+    """Load blocks of keys and values into the ring, the last first."""
     _, k_held, v_held, full, empty = held
     STAGES: gl.constexpr = k_held.shape[0]
     BLOCK_N: gl.constexpr = k_held.shape[1]
@@ -164,7 +165,7 @@ def _multiply_half(
     half, pointers, held, where, rest,
     GROUP: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """A half of the tile's stacked rows over all blocks.
+    """Attend a half of the tile's stacked rows to all blocks.
 
     The last block comes first. It alone has slots that may never have been written, and those that not all rows see
     follow; so the rest of the loop needs no mask.
@@ -206,7 +207,7 @@ def _multiply_half(
         total = gl.sum(p, 1)
         weight = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, sums, 2))
         if longest < blocks * BLOCK_N:
-            # What was never written may be NaN, which no weight of zero hides. Both groups write the same.
+            # Unwritten slots may hold NaN, which no weight of zero hides. Both groups write the same.
             mbarrier.wait(full.index(STAGES), 0)
             for c in gl.static_range(BLOCK_N // CHUNK):
                 if key + (c + 1) * CHUNK > longest:
@@ -240,7 +241,7 @@ def _load_queries(
     queries, half, q_ptr, cos_ptr, sin_ptr, q_row, cos_row, sin_row, head, first_row, end,
     GROUP: gl.constexpr, ROWS: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """The queries of a half into shared memory, by way of registers, where they are rotated."""
+    """Load the queries of a half into shared memory, by way of registers, in which they are rotated."""
     HIGH: gl.constexpr = queries.shape[0]
     SIDE: gl.constexpr = queries.shape[1] // 2
     moved: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -258,9 +259,7 @@ def queries_at(
     m, q_ptr, cos_ptr, sin_ptr, q_row, cos_row, sin_row, head, first_row, end,
     GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, ROTATED: gl.constexpr,
 ):  # fmt: skip
-    """The two halves [M, D // 2] of the queries of stacked rows m of a tile, rotated where they are to be; zeros for
-    those that it does not have.
-    """
+    """Halves [M, D // 2] of the queries of stacked rows m of a tile, rotated if ROTATED; zeros for rows beyond it."""
     SIDE: gl.constexpr = D // 2
     moved: gl.constexpr = m.type.layout.parent
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -285,7 +284,7 @@ def queries_at(
 
 @gluon.jit
 def _hidden(score, key, limit):
-    """Scores of the positions from `key` on, without those that a row does not see."""
+    """Scores of the positions from `key` on, -inf for those that a row does not see."""
     BLOCK_N: gl.constexpr = score.shape[1]
     position = key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, score.type.layout))
     return gl.where(gl.expand_dims(position, 0) < gl.expand_dims(limit, 1), score, float("-inf"))
@@ -293,7 +292,10 @@ def _hidden(score, key, limit):
 
 @gluon.jit
 def _next_block(i, key, limit, queries, held, acc, weight, top, total, scale, MASKED: gl.constexpr):
-    """Scores of block i and values of the block before: the softmax of the one runs beside the product of the other."""
+    """Compute scores of block i and products with values of the block before.
+
+    The softmax of the one runs beside the product of the other.
+    """
     _, k_held, v_held, full, empty = held
     STAGES: gl.constexpr = k_held.shape[0]
     BLOCK_N: gl.constexpr = k_held.shape[1]

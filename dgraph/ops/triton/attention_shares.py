@@ -1,9 +1,9 @@
-"""Shares of the keys: what programs that read some of them each leave, and the kernels that add it up.
+"""Shares of attention, from programs that each read a share of the keys, and the kernels that add them up.
 
-A share of a row and a head is a mean of values, f32 [splits, N, H, D], and its weight, 2 ** mass, f32 [splits, N, H].
-One without a key has the mass -inf, and may hold anything.
+A share of a row and a head has two parts: a mean of values, f32 [splits, N, H, D], and a mass, f32 [splits, N, H]. Its
+weight is 2 ** mass. A share without a key has the mass -inf, and its mean may hold anything.
 
-Where the rows are rounded next, a program adds up all heads of a row and rounds it: it has what the scale is of.
+If the rows are rounded next, a program adds up all heads of a row and rounds it: a scale belongs to a whole row.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -24,27 +24,27 @@ Shares = tuple[Tensor, Tensor]
 """Means and masses."""
 
 WIDEST = 16384
-"""Numbers of a row that a program adds up, heads and their width each as the power of two above it."""
+"""Most numbers of a row that a program adds up; heads and their width each count as a power of two."""
 
 HELD, MOST = 32768, 8
-"""Numbers of all shares that it asks for at once, and shares: 64 registers of each thread at most."""
+"""Most numbers of all shares that it loads at once, and most shares: at most 64 registers of each thread."""
 
 
 def shares_for(q: Tensor, splits: int) -> Shares:
-    """Room for the shares of queries q [N, H, D]."""
+    """Allocate the shares of queries q [N, H, D]."""
     (n, heads, d), device = q.shape, q.device
     part = torch.empty((splits, n, heads, d), dtype=torch.float32, device=device)
     return part, torch.empty((splits, n, heads), dtype=torch.float32, device=device)
 
 
 def finished(out: Tensor, shares: Shares | None, kind: str | None, cu_rows: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """What an attention gives: out [N, H, D], or what dgraph::rows_quantise makes of it as rows [N, H * D].
+    """Finish an attention: return out [N, H, D], or what dgraph::rows_quantise makes of it as rows [N, H * D].
 
     Args:
         out: the results, which are still to be added up if there are shares.
-        shares: of the keys; None for results as they are.
+        shares: shares of the keys; None if out is complete.
         kind: "fp8" or "int8", to which rows are rounded; None for results as they are.
-        cu_rows: counts the live rows. Of shares, padding rows are added up and rounded as well.
+        cu_rows: counts the live rows. If there are shares, padding rows are added up and rounded as well.
     """
     if kind is None or shares is None or power_of_two(out.shape[1]) * power_of_two(out.shape[2], 16) > WIDEST:
         if shares is not None:
@@ -54,7 +54,7 @@ def finished(out: Tensor, shares: Shares | None, kind: str | None, cu_rows: Tens
 
 
 def add_up(part: Tensor, mass: Tensor, out: Tensor) -> None:
-    """Shares into out [N, H, D]."""
+    """Add shares up into out [N, H, D]."""
     splits, n, heads, d = part.shape
     width = power_of_two(d, 16)
     _add_up[(n, heads)](
@@ -64,7 +64,7 @@ def add_up(part: Tensor, mass: Tensor, out: Tensor) -> None:
 
 
 def _rounded_sums(part: Tensor, mass: Tensor, out: Tensor, kind: str, cu_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares as rounded rows. Of out [N, H, D] only the dtype counts, in which sums are before they are rounded."""
+    """Add shares up and round the rows. Only the dtype of out [N, H, D] counts; sums have it before the rounding."""
     splits, n, heads, d = part.shape
     values, scales = fake(out.flatten(1), kind, cu_rows)
     block, width = power_of_two(heads), power_of_two(d, 16)
@@ -81,8 +81,9 @@ def _add_up(
     part_ptr, mass_ptr, out_ptr, n, heads, D: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out = the mean of the shares of a row and a head, weighted by 2 ** mass. All are asked for at once: one after the
-    other would take the time of as many trips to memory.
+    """Write to out the mean of the shares of a row and a head, weighted by 2 ** mass.
+
+    All are loaded at once: one after the other would take the time of as many trips to memory.
     """
     wait(EARLY)
     d, split = tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)
@@ -106,10 +107,10 @@ def _add_up_rows(
     SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, SOME: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same of all heads of a row, as numbers and a scale. Of out_ptr the dtype counts, in which means are before.
+    """Do the same for all heads of a row, as numbers and a scale; means are in the dtype of out_ptr before that.
 
-    SOME shares are asked for at once, before the weights are: these pass from warp to warp, and what is asked for
-    between two of their barriers would come one after the other.
+    SOME shares are loaded at once, before the weights are computed. Weights pass from warp to warp, and loads between
+    two of their barriers would come one after the other.
     """
     wait(EARLY)
     row, h, d, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_H), tl.arange(0, WIDTH), tl.arange(0, BLOCK_S)

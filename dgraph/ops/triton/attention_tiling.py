@@ -12,7 +12,7 @@ from dgraph.ops.triton.attention_roles import HEAD_DIM, KEYS, ROWS
 from dgraph.ops.triton.rows import power_of_two
 
 MANY = 1024
-"""Rows of a sequence from which on wider tiles pay."""
+"""Least rows of a sequence for which wider tiles pay."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Tiling:
         block_m: rows of the stacked matrix of a tile; a tile holds block_m // (Hq / Hkv) rows.
         block_n: keys per iteration.
         splits: shares of the keys.
-        warps, stages: of the attention kernel.
+        warps, stages: warps and pipeline stages of the attention kernel.
         bulk: load keys with the bulk copy engine where layout and device allow.
         roles: give loading and multiplying to warps of their own, in tiles of their own, where layout, dtype and device
             allow (`attention_roles`, `attention_float8`); the sizes are for where they do not, the shares for both.
@@ -61,29 +61,29 @@ def tiling_for(
     block_m: int | None = None,
     stored: int | None = None,
 ) -> Tiling:
-    """The tiling for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
+    """Choose the tiling for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
 
     Block sizes are the best of those measured on an H200 with D = 128 at the clocks of a long run
-    (`benchmarks.attention_tilings`). A tile of 64 stacked rows is the smallest that the matrix units take whole, two of
-    them fit on a multiprocessor, and what one computes hides what the other waits for. It has room for the sequences of
-    a ragged batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones,
-    which read the keys less often, where it has a thousand. Where rows fill the tile of warps with roles of their own,
-    and tiles the device, these are faster than either.
+    (`benchmarks.attention_tilings`). A tile of 64 stacked rows is the smallest that the matrix units take whole. Two of
+    them fit on a multiprocessor, and one computes while the other waits. It has room for the sequences of a ragged
+    batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones, which read
+    the keys less often, where it has a thousand. Where rows fill the tile of warps with roles of their own, and tiles
+    the device, these are faster than either.
 
-    Of heads wider than 128, where a sequence has more than 64 stacked rows, the tiles are the best of some 30 timed on
-    an H200 in bf16, or within 3 % of it (DiffusionGemma's layers: heads of 256 and 512, 256 rows of 1, 8 and 32
-    sequences). Those of heads of 512 are divided into two parts: sums of 128 rows by 512 do not fit into registers, and
-    the second computation of the scores costs less. Other tiles of wide heads are such that one fits, and its sums in
-    registers; these were not timed.
+    For heads wider than 128 and sequences of more than 64 stacked rows, some 30 tiles were timed on an H200 in bf16.
+    The ones here are the best, or within 3 % of it. The shapes were DiffusionGemma's layers: heads of 256 and 512, 256
+    rows of 1, 8 and 32 sequences. The values of heads of 512 are divided into two parts. Sums of 128 rows by 512 do not
+    fit into registers, and the second computation of the scores costs less. Other tiles of wide heads are such that one
+    fits, and its sums in registers; these were not timed.
 
     Over keys in float8 a tile has at most 64 stacked rows and 64 keys, and 32 rows where a single sequence has no more.
-    Of some 20 tiles with bulk copies that were timed on an H200 with D = 128 (32 rows of one sequence, 9 and 32 of 64
-    and 256), these are the best or within 2 % of it. Warps with roles of their own take tiles of 64 rows there, for any
-    number of rows. To add up a share of one sequence takes about as long as they take for half a block of keys, and to
-    write and read its sums, of 128 KB of numbers, for another half.
+    Some 20 tiles with bulk copies were timed on an H200 with D = 128. The shapes were 32 rows of one sequence, 9 and 32
+    of 64 and 256. The ones here are the best or within 2 % of it. Warps with roles of their own take tiles of 64 rows
+    there, for any number of rows. Adding up a share of one sequence takes about as long as they take for half a block
+    of keys. Writing and reading its sums, 128 KB of numbers, takes another half.
 
     block_m: stacked rows of a tile, for kernels whose tiles have no parts; default: as above.
-    stored: bytes of a number of keys and values; default: of queries, which is `itemsize`.
+    stored: bytes of a number of keys and values; default: `itemsize`, that of queries.
     """
     group, kv_heads, width = heads[0] // heads[1], heads[1], power_of_two(d, 16)
     per_sequence = -(-n // max(b, 1))
@@ -140,7 +140,7 @@ def tiling_for(
 def share_bytes(
     q: torch.Size, b: int, kv_heads: int, page: int, keys: int, itemsize: int, stored: int, device: torch.device
 ) -> int:
-    """Bytes of the shares of the keys that are added up under the tiling for a shape: of sums and masses, in fp32."""
+    """Bytes of the shares of the keys that are added up under the tiling for a shape: sums and masses, in fp32."""
     (n, heads, d), cores = q, multiprocessors(device)
     splits = tiling_for(n, b, (heads, kv_heads), d, page, keys, itemsize, cores, stored=stored).splits
     return 4 * splits * n * heads * (d + 1) if splits > 1 else 0
@@ -148,5 +148,5 @@ def share_bytes(
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has; 4 for a CPU."""
+    """Number of multiprocessors of a device; 4 for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

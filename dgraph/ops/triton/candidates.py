@@ -1,4 +1,4 @@
-"""Which tilings are worth timing for a shape: the default first, then changes of it that a device may like better.
+"""Tilings that are worth timing for a shape: the default first, then changes of it that may be faster on a device.
 
 A list is short, because each tiling is compiled. Its tilings fit the kernel; whether they fit the device is found by
 running them. The tiles of products are among those that `benchmarks.rows_linear --tilings` times.
@@ -20,7 +20,7 @@ from dgraph.ops.triton.rows_linear import Tiles
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, Tunable, attention_shape, dtype_name
 
 MOST = 12
-"""Tilings for one shape."""
+"""Most tilings for one shape."""
 
 
 def itemsize(shape: Shape) -> int:
@@ -55,7 +55,7 @@ def attention(shape: AttentionShape, multiprocessors: int) -> list[AttentionTili
 
 
 def _fits(tiling: AttentionTiling, shape: AttentionShape) -> bool:
-    """Whether a tiling is one of its own for a shape, and small enough to have a chance."""
+    """True if a tiling differs from others for a shape, and is small enough to have a chance."""
     widest = 64 if power_of_two(shape.head_dim) > 128 else 128
     least = power_of_two(shape.heads // shape.kv_heads, 16)
     return (
@@ -84,7 +84,7 @@ def partial(shape: AttentionShape, multiprocessors: int) -> list[partial_attenti
 
 
 def products(shape: LinearShape, multiprocessors: int) -> list[rows_linear.Tiling]:
-    """Tilings of rows_linear. Those for a bucket of few rows leave out the tiles for many, which never run there."""
+    """Tilings of rows_linear. A bucket of few rows has none of the tiles for many rows, which never run there."""
     default = rows_linear.tiling_for(itemsize(shape))
     if itemsize(shape) != 2:
         return [default]
@@ -146,10 +146,10 @@ def _logits_shapes(h: Any, weight: Any, *rest: Any) -> list[Shape]:
 
 
 ATTENTION = Tunable(AttentionShape, AttentionTiling, _attention_shapes, attention, trials.attention)
-"""Of paged_attention."""
+"""Tuning of paged_attention."""
 LOGITS = Tunable(LogitsShape, lm_head.Tiling, _logits_shapes, logits, trials.logits)
-"""Of lm_head."""
+"""Tuning of lm_head."""
 PARTIAL = Tunable(AttentionShape, partial_attention.Tiling, _partial_shapes, partial, trials.partial)
-"""Of partial_attention and partial_context."""
+"""Tuning of partial_attention and partial_context."""
 PRODUCTS = Tunable(LinearShape, rows_linear.Tiling, _linear_shapes, products, trials.products)
-"""Of rows_linear."""
+"""Tuning of rows_linear."""

@@ -41,7 +41,7 @@ def kernel(values: Sequence[Tensor], index: Tensor) -> list[Tensor]:
 
 
 def _words(x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as [rows, words], without a copy: the bytes of each row, as the largest integers that divide them."""
+    """View both as [rows, words], without a copy: the bytes of each row, as the largest integers that divide them."""
     size, step = x.element_size(), x.stride(0)
     width = math.prod(x.shape[1:])
     bounds = (width * size, step * size, x.data_ptr(), out.data_ptr())

@@ -60,7 +60,7 @@ def place_of(
 
 @triton.jit
 def renew(row_ptr, slot_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The product of a row with its slot, the square of the row and that of the slot, which then takes the row."""
+    """Sum the product of a row with its slot, the square of the row and that of the slot, which then takes the row."""
     dot, new_sum, old_sum = 0.0, 0.0, 0.0
     for first in range(0, SIZE, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -80,7 +80,7 @@ def renew_scaled(
     row_ptr, slot_ptr, scale_ptr,
     PAGE: tl.constexpr, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The same for a slot in float8: what it stands for, and then takes, is rounded and scaled."""
+    """Do the same for a slot in float8: the vectors that it holds, and then takes, are rounded and scaled."""
     dot, new_sum, old_sum = 0.0, 0.0, 0.0
     for first in range(0, HEADS, SOME):
         head, d = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
@@ -99,7 +99,7 @@ def renew_scaled(
 
 @triton.jit
 def cosine_of(dot, new, old):
-    """The cosine, from a dot product and two squared norms; it may be no number."""
+    """Cosine from a dot product and two squared norms; it may be NaN."""
     norms = tl.sqrt_rn(new) * tl.sqrt_rn(old)
     empty = tl.where((new == 0) & (old == 0), 1.0, 0.0)
     found = tl.where(norms == 0, empty, dot / tl.where(norms == 0, 1.0, norms))

@@ -38,7 +38,7 @@ def kernel(
 
 @triton.jit
 def drifted(dot, new, old, tau):
-    """Whether the cosine is below tau, from a dot product and two squared norms; no number is below anything."""
+    """True if the cosine of a dot product and two squared norms is below tau; NaN counts as below any tau."""
     return (cosine_of(dot, new, old) >= tau) == 0
 
 

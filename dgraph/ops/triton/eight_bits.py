@@ -26,7 +26,7 @@ TILES = (
     Tile(64, 64, 128, 128, 4, 4),
     Tile(2**31 - 1, 128, 128, 128, 8, 4),
 )
-"""By rising number of rows; not yet chosen by timing."""
+"""Tiles by rising number of rows; not yet chosen by timing."""
 IMPRECISE = 128
 """Products of float8 that are summed in the bits of the matrix units; no more than a tile is deep."""
 GROUP = 8
@@ -41,11 +41,11 @@ def launch(
     pair: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The product of rows [N, d_in] and a weight of the same kind; of a pair silu(gate) * up.
+    """Multiply rows [N, d_in] by a weight of the same kind; a pair gives silu(gate) * up.
 
     Args:
-        cu_rows: the last entry says how many rows are live, on the device; the others are not written. None: all.
-        tile: in place of that for so many rows.
+        cu_rows: its last entry is the number of live rows, on the device; the others are not written. None: all are.
+        tile: overrides the tile for the number of rows.
 
     Returns:
         [N, d_out] of the rows' dtype.
@@ -98,7 +98,7 @@ def sum_numbers(
     x_at, w_at, d_in, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Products of COLUMNS rows of a weight and ROWS rows of x, summed but not scaled, from where each row begins."""
+    """Sum the products of COLUMNS rows of a weight and ROWS rows of x, unscaled; x_at, w_at: where each row begins."""
     acc = tl.zeros([COLUMNS, ROWS], tl.int32 if INTEGERS else tl.float32)
     for k in range(0, d_in, DEPTH):
         column = k + tl.arange(0, DEPTH)

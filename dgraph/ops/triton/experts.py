@@ -1,7 +1,7 @@
 """dgraph::experts on CUDA: slots in the order of their experts, then two grouped matrix products.
 
 Slots are ordered by counting: one program per expert reads every choice. The bounds of each expert's rows stay on the
-device, and what is allocated follows from the shapes, so the whole call can be captured in a CUDA graph.
+device, and sizes of allocations follow from the shapes. So the whole call can be captured in a CUDA graph.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -49,7 +49,10 @@ def by_grouping(
     activation: str = "silu",
     inner: str | None = None,
 ) -> Tensor:
-    """Each slot's row is copied after the rows of lower experts; rows after the last bound are never written."""
+    """Run the experts on rows grouped by expert.
+
+    Each slot's row is copied after the rows of lower experts; rows after the last bound are never written.
+    """
     (n, d), experts, slots = x.shape, len(down), choice.shape[1]
     choice, weight = choice.contiguous(), weight.contiguous()
     ends, rank = ordered(choice, experts)
@@ -71,8 +74,9 @@ def by_grouping(
 def spread(
     x: Tensor | QuantisedRows, choice: Tensor, ends: Tensor, rank: Tensor
 ) -> tuple[Tensor | QuantisedRows, Tensor]:
-    """The row of each slot in the order of the experts, and the place of each slot there, -1 of one without an expert;
-    ends, rank: as `ordered` gives them.
+    """Copy the row of each slot, in the order of the experts, and give the place of each slot there.
+
+    The place of a slot without an expert is -1. ends, rank: as `ordered` gives them.
     """
     values, scales = (x.values, x.scales.contiguous()) if isinstance(x, QuantisedRows) else (x, None)
     values, (n, size), slots = dense_rows(values), x.shape, choice.shape[1]
@@ -88,7 +92,7 @@ def spread(
 
 
 def gate(both: Tensor, ends: Tensor, silu: bool) -> Tensor:
-    """act(gate) * up of [N, 2f]; rows after the last end are not written."""
+    """Compute act(gate) * up of [N, 2f]; rows after the last end are not written."""
     n, f = both.shape[0], both.shape[1] // 2
     block = power_of_two(f, 16, 1024)
     some = TILE // 4 // block
@@ -100,14 +104,14 @@ def gate(both: Tensor, ends: Tensor, silu: bool) -> Tensor:
 
 
 def _units(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor, silu: bool) -> Tensor:
-    """act(gate) * up of the rows before each end, by weights that have gate's rows before those of up."""
+    """Compute act(gate) * up of the rows before each end, by weights that have gate's rows before those of up."""
     if isinstance(rows, Tensor) and isinstance(weight, Tensor) and grouped.pays(rows, weight):
         return grouped.multiply_units(rows, weight, ends, silu)
     return gate(_products(rows, weight, ends), ends, silu)
 
 
 def _products(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor) -> Tensor:
-    """The rows before each end by the weight of their expert; rows after the last end hold anything."""
+    """Multiply the rows before each end by the weight of their expert; rows after the last end hold anything."""
     if isinstance(rows, QuantisedRows):
         assert isinstance(weight, QuantisedWeight)
         return experts_rounded.multiply_grouped(rows, weight, ends)
@@ -117,15 +121,16 @@ def _products(rows: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, en
 
 
 def multiply_plain(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same by weights as they are, in whichever kernel is faster."""
+    """Do the same by plain weights, in whichever kernel is faster."""
     if grouped.pays(rows, weight):
         return grouped.multiply(rows, weight, ends)
     return multiply_groups(rows, weight, ends)
 
 
 def ordered(choice: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Where the rows of each expert end, i32[experts], and the number of each slot of choice [n, slots] among those of
-    its expert, i32[n * slots]; it is not written for a slot without one.
+    """Ends of each expert's rows, i32[experts], and ranks i32[n * slots] of the slots of choice [n, slots].
+
+    A rank is the number of a slot among those of its expert. It is not written for a slot without an expert.
     """
     ends = torch.empty(experts, dtype=torch.int32, device=choice.device)
     rank = torch.empty(choice.numel(), dtype=torch.int32, device=choice.device)
@@ -142,7 +147,7 @@ def by_masking(
     activation: str = "silu",
     inner: str | None = None,
 ) -> Tensor:
-    """Every expert over every row, for what cannot be grouped: E / k times the work, but still without a host read."""
+    """Run every expert over every row, where rows cannot be grouped: E / k times the work, but without a host read."""
     each = torch.zeros((*choice.shape, x.shape[1]), dtype=x.dtype, device=x.device)
     for expert in range(gate_up.shape[0]):
         result = feed_forward(x, gate_up[expert], down[expert], activation, inner)
@@ -152,9 +157,9 @@ def by_masking(
 
 @triton.jit
 def _order_slots(choice_ptr, ends_ptr, rank_ptr, slots, BLOCK: tl.constexpr):
-    """Where the rows of an expert end, and each of its slots' number among them.
+    """Write the end of an expert's rows, and the number of each of its slots among them.
 
-    One pass: where they begin is the end of the expert before, which whoever wants a place looks up.
+    One pass suffices: the rows begin at the end of the expert before, and `_spread_rows` looks that up.
     """
     expert = tl.program_id(0)
     lower, own = tl.zeros([BLOCK], tl.int32), 0
@@ -173,7 +178,7 @@ def _spread_rows(
     x_ptr, scale_ptr, choice_ptr, ends_ptr, rank_ptr, place_ptr, out_ptr, by_ptr, experts, x_row,
     SLOTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row and its scale, if rows have scales, to the places of its slots, and these places."""
+    """Copy a row, and its scale if rows have scales, to the places of its slots, and write these places."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, WIDTH)
     at = row * SLOTS + slot
@@ -197,7 +202,7 @@ def _gate_rows(
     both_ptr, out_ptr, ends_ptr, last, both_row,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """act(gate) * up of the rows before the last bound."""
+    """Compute act(gate) * up of the rows before the last bound."""
     first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
     if first >= end:
         return
@@ -213,7 +218,7 @@ def _gate_rows(
 def _sum_slots(
     each_ptr, place_ptr, weight_ptr, out_ptr, each_row, SLOTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The weighted sum of a row's slots, in order."""
+    """Sum the weighted slots of a row, in order."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

@@ -1,8 +1,8 @@
 """Rows in 8 bits between and in the products of dgraph::experts, on CUDA.
 
-Products are those of grouped.py where it takes them. Elsewhere they are as in eight_bits.py, whose tiles go by how many
-rows an expert has if all have as many. One program has some rows of an expert's weight, and takes all rows of x that go
-to it, a tile after the other.
+Products are those of grouped.py where it takes them. Elsewhere they are as in eight_bits.py, with the tile for the
+number of rows that an expert has if all have as many. One program has some rows of an expert's weight. It takes all
+rows of x that go to this expert, a tile after the other.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -23,12 +23,16 @@ from dgraph.ops.triton.stored import tile_for
 from dgraph.quantised import KINDS, WHOLE, QuantisedRows, QuantisedWeight
 
 TOGETHER = 2048
-"""Values of gate that one program takes, where a row has no more."""
+"""Values of gate that one program takes, unless a row has more."""
 
 
 def multiply_grouped(x: QuantisedRows, weight: QuantisedWeight, ends: Tensor) -> Tensor:
-    """x [N, d_in], whose rows up to ends[e] and from ends[e - 1] on are of weight e, by a stack of weights of the same
-    kind, with a scale for each row -> [N, d_out] of the rows' dtype; rows after the last end are not written.
+    """Multiply the rows of each expert by its weight -> [N, d_out] of the rows' dtype.
+
+    Args:
+        x: [N, d_in]; rows from ends[e - 1] on and up to ends[e] are multiplied by weight e.
+        weight: a stack of weights of the same kind as x, with a scale for each row.
+        ends: i32[E]; rows after the last end are not written.
     """
     if grouped.pays(x.values, weight.values):
         return grouped.multiply(x, weight, ends)
@@ -47,8 +51,10 @@ def multiply_grouped(x: QuantisedRows, weight: QuantisedWeight, ends: Tensor) ->
 
 
 def gate(both: Tensor, ends: Tensor, kind: str, silu: bool) -> QuantisedRows:
-    """act(gate) * up of [N, 2f], in the dtype of both, and each row rounded to a kind; rows after the last end are not
-    written. A program has whole rows: what was multiplied is read once, and no more is written than numbers and scales.
+    """Compute act(gate) * up of [N, 2f], in the dtype of both, and round each row to a kind.
+
+    Rows after the last end are not written. A program has whole rows: products are read once, and no more is written
+    than numbers and scales.
     """
     n, f = both.shape[0], both.shape[1] // 2
     values = torch.empty((n, f), dtype=KINDS[kind].dtype, device=both.device)
@@ -68,7 +74,7 @@ def _multiply_group_numbers(
     HIGH: tl.constexpr, INTEGERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     IMPRECISE: tl.constexpr,
 ):  # fmt: skip
-    """One expert's rows, a tile after the other, by some rows of its weight."""
+    """Multiply one expert's rows, a tile after the other, by some rows of its weight."""
     expert = tl.program_id(0)
     begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
@@ -87,7 +93,7 @@ def _multiply_group_numbers(
 
 @triton.jit
 def gated_rows(both_ptr, row, column, mask, both_row, SIZE: tl.constexpr, SILU: tl.constexpr):
-    """f32: act(gate) * up of some rows and columns, zeros beside the mask."""
+    """Compute act(gate) * up of some rows and columns, in f32; zeros outside of the mask."""
     at = both_ptr + row.to(tl.int64)[:, None] * both_row + column[None, :]
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + SIZE, mask=mask, other=0.0).to(tl.float32)
@@ -99,7 +105,7 @@ def _gate_and_round_rows(
     both_ptr, values_ptr, scales_ptr, ends_ptr, last, both_row, SIZE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SILU: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows before the last bound."""
+    """Gate and round whole rows before the last bound."""
     first, end = tl.program_id(0) * ROWS, tl.load(ends_ptr + last)
     if first >= end:
         return

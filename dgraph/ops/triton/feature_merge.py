@@ -39,7 +39,7 @@ def _merge(
     row = tl.program_id(0).to(tl.int64)
     page = tl.full([], -1, tl.int64)
     position = page
-    # The first entry that is not below the row; what stands after the last is. Entry j is at least j.
+    # Search the first entry that is not below the row; -1 after the last counts as such. Entry j is at least j.
     low = tl.full([], 0, tl.int64)
     high = low
     if row < tl.load(cu_ptr + b):

@@ -13,7 +13,7 @@ from dgraph.ops.triton.rows import check_slots, dense_rows, offsets_block, owner
 def kernel(
     values: Tensor, cache: Tensor, positions: Tensor, page_table: Tensor, cu_rows: Tensor, only: Tensor | None = None
 ) -> None:
-    """dgraph::feature_write; see its contract. Of the rows that are flagged in `only` bool[N], if it is given."""
+    """dgraph::feature_write; see its contract. With `only` bool[N], the rows that it flags alone are written."""
     (n, width), b = values.shape, cu_rows.shape[0] - 1
     check_slots("feature_write", cache=cache)
     if not values.numel() or not b:

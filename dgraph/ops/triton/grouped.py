@@ -1,15 +1,14 @@
-"""Products of rows and the weight of their group, on CUDA: the rows of an expert by its weight, with or without the
-activation of a gated unit.
+"""Products of rows and the weight of their group, on CUDA, with or without the activation of a gated unit.
 
-One program computes COLUMNS columns of the result for all rows of a group, a tile of ROWS after the other, and reads
-its part of the weight once where they fit into one. The weight is the left factor, so that a tile may have few rows.
-Both factors are loaded by the bulk copy engine: what a tile has of the rows of the next group is not stored. With few
-rows the reading of weights is all the time there is, and the library's product reads them at seven tenths of the speed
-(benchmarks/results/experts.md).
+A group is the rows of an expert. One program computes COLUMNS columns of the result for all rows of a group, a tile of
+ROWS after the other. It reads its part of the weight once if the rows fit into one tile. The weight is the left factor,
+so that a tile may have few rows. Both factors are loaded by the bulk copy engine; results of a tile for rows of the
+next group are not stored. With few rows, reading the weights takes all the time. The library's product reads them at
+seven tenths of the speed (benchmarks/results/experts.md).
 
-Both factors may be numbers of 8 bits, whose sums (int32 of int8, fp32 of float8) are scaled by the row's scale, then by
-the weight's. Matrix units add up products of float8 in fewer bits than fp32 has, so the sums of each iteration are
-added up beside.
+Both factors may be numbers of 8 bits. Their sums (int32 of int8, fp32 of float8) are scaled by the row's scale, then by
+the weight's. Matrix units add up products of float8 in fewer bits than fp32 has. So the sums of each iteration are
+added up outside of them.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -31,12 +30,12 @@ TILES = (
     Tile(48, 64, 256, 64, 8, 4),
     Tile(192, 256, 128, 64, 8, 4),
 )
-"""By rising number of rows of a group, if all have as many; the best for both products of 19 timed on an H200. With
-more rows than the last has the library's product is faster.
+"""Tiles by rising number of rows of a group, if all have as many; the best for both products of 19 timed on an H200.
+For more rows than those of the last tile the library's product is faster.
 """
 TILES_OF_UNITS = (Tile(8, 16, 128, 128, 4, 4), *TILES[1:])
-"""The same of gate and up as one product, half of whose columns are either's; of 12 timed on an H100 with 2 to 32 rows
-of a group within 2 % of the best.
+"""Tiles of gate and up as one product, of whose columns each has half. They are within 2 % of the best of 12 timed on
+an H100 with 2 to 32 rows of a group.
 """
 TILES_OF_NUMBERS = (
     Tile(8, 16, 128, 128, 4, 6),
@@ -44,14 +43,15 @@ TILES_OF_NUMBERS = (
     Tile(96, 64, 128, 128, 4, 4),
     Tile(384, 128, 128, 256, 8, 3),
 )
-"""The same of numbers of 8 bits: of 20 timed on an H200 the best up to 16 rows of a group; of 64 to 256 one for both
-products, up to 1.33 times the best of either.
+"""Tiles of numbers of 8 bits: up to 16 rows of a group the best of 20 timed on an H200. For 64 to 256 rows, one tile
+serves both products, at up to 1.33 times the best time of either.
 """
 
 
 def pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows [N, d_in] and weights [E, d_out, d_in], or the numbers of both, are few enough, and in layouts and
-    on a device that the kernel takes.
+    """True if the kernel takes rows [N, d_in] and weights [E, d_out, d_in], or the numbers of both, and is fast.
+
+    The rows must be few enough, and layouts and device such that the kernel takes them.
     """
     if len(x) > tiles(x)[-1].up_to * len(weight):
         return False
@@ -64,19 +64,20 @@ def pays(x: Tensor, weight: Tensor) -> bool:
 
 
 def tiles(x: Tensor) -> tuple[Tile, ...]:
-    """Those for such rows, by how many a group has."""
+    """Tiles for rows of this dtype, by number of rows of a group."""
     return TILES_OF_NUMBERS if x.element_size() == 1 else TILES
 
 
 def multiply(
     x: Tensor | QuantisedRows, weight: Tensor | QuantisedWeight, ends: Tensor, tile: Tile | None = None
 ) -> Tensor:
-    """x [N, d_in], whose rows up to ends[e] and from ends[e - 1] on are of weight e, by weight [E, d_out, d_in]
-    -> [N, d_out]; rows after the last end are not written.
+    """Multiply the rows of each group by its weight -> [N, d_out].
 
     Args:
-        x, weight: both as they are, or both numbers of one kind, of 8 bits and with a scale for each row.
-        tile: in place of that for so many rows; without it there must be a tile for them (see `pays`).
+        x, weight: [N, d_in] and [E, d_out, d_in]; both plain, or both 8-bit numbers of one kind with a scale per row.
+        ends: i32[E]; rows from ends[e - 1] on and up to ends[e] are multiplied by weight e. Rows after the last end are
+            not written.
+        tile: overrides the tile for the number of rows; without it there must be one for them (see `pays`).
     """
     (n, d_in), (groups, d_out, _) = x.shape, weight.shape
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
@@ -99,8 +100,9 @@ def multiply(
 
 
 def multiply_units(x: Tensor, weight: Tensor, ends: Tensor, silu: bool, tile: Tile | None = None) -> Tensor:
-    """act(gate) * up of the same product [N, 2f], whose weights [E, 2f, d_in] have gate's rows before those of up
-    -> [N, f]; both as they are. A tile has half of its columns from either.
+    """Compute act(gate) * up of the same product [N, 2f], of plain rows and weights -> [N, f].
+
+    The weights [E, 2f, d_in] have gate's rows before those of up. A tile has half of its columns from either.
     """
     (n, d_in), (groups, both, _) = x.shape, weight.shape
     size = both // 2
@@ -121,7 +123,7 @@ def _multiply_rows_of_groups(
     x_blocks, w_blocks, x_scale_ptr, w_scale_ptr, out_ptr, ends_ptr, d_out, d_in,
     HIGH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """HIGH: rows of the weight that share a scale; 0 where there are none."""
+    """Multiply the rows of a group. HIGH: rows of the weight that share a scale; 0 without scales."""
     SUMS: tl.constexpr = tl.int32 if x_blocks.dtype.is_int() else tl.float32
     first, group = tl.program_id(0) * COLUMNS, tl.program_id(1)
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
@@ -133,7 +135,7 @@ def _multiply_rows_of_groups(
         for k in range(0, d_in, DEPTH):
             w = w_blocks.load([group * d_out + first, k])
             x = x_blocks.load([r, k])
-            # Triton adds products of float8 to acc in fp32; with others it lets the matrix units go on from acc. Where
+            # Triton adds products of float8 to acc in fp32; with others it lets the matrix units go on from acc. If
             # max_num_imprecise_acc tells it to do the former, most instructions wait for the one before.
             acc += tl.dot(w, x.T, input_precision=PRECISION, out_dtype=SUMS)
         if HIGH > 0:
@@ -150,7 +152,7 @@ def _multiply_units_of_groups(
     x_blocks, w_blocks, out_ptr, ends_ptr, size, d_in,
     SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS: of the result, each from a row of gate and one of up."""
+    """Multiply and gate the rows of a group. COLUMNS: of the result, each from a row of gate and one of up."""
     first, group = tl.program_id(0) * COLUMNS, tl.program_id(1)
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     end = tl.load(ends_ptr + group)

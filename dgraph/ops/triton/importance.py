@@ -2,8 +2,8 @@
 
 Three kernels: the list of candidates of each sequence; per sequence and KV head, the attention that each
 candidate receives from the query heads of that KV head, in registers; and the sum over KV heads, in order.
-A window of the pool is a maximum over products with the list of keys shifted by one place each, so that
-nothing is exchanged between the columns of a tile.
+A window of the pool is a maximum over products with the list of keys, each shifted by one place more. So
+the columns of a tile exchange nothing.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -75,7 +75,7 @@ def _load_queries(
     q_ptr, rows_ptr, count, first, head, q_row,
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
-    """[STACKED, WIDTH]: list slots from `first` on, the query heads of a KV head stacked; and which are real."""
+    """Queries [STACKED, WIDTH] of list slots from `first` on, heads of a KV head stacked; and flags of real slots."""
     m, d = tl.arange(0, STACKED), tl.arange(0, WIDTH)
     slot = first + m // GROUP
     live = (m // GROUP < QUERIES) & (slot < count)
@@ -90,7 +90,7 @@ def _pooled(
     D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, STACKED: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[STACKED, BLOCK]: pooled scores of the list slots from `first` on; -inf past the end of the list."""
+    """Pooled scores [STACKED, BLOCK] of the list slots from `first` on; -inf past the end of the list."""
     d = tl.arange(0, WIDTH)
     column = first + tl.arange(0, BLOCK)
     best = tl.full([STACKED, BLOCK], float("-inf"), tl.float32)

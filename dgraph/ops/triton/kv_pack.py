@@ -1,8 +1,8 @@
 """dgraph::kv_pack on CUDA.
 
 Scores become integers of the same order, pooled, without the window, one run per head (`_rank`). The kernels of
-kv_pack_sizes say how many each head keeps, and list their rows. `_copy` moves the keys and values of listed rows; to
-repack, it looks rows up by position.
+kv_pack_sizes choose the number that each head keeps, and list their rows. `_copy` moves the keys and values of listed
+rows; to repack, it looks rows up by position.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -115,7 +115,7 @@ def kernel(
 
 @triton.jit
 def _rows_below(positions_ptr, start, end, bound, PROBES: tl.constexpr):
-    """How many of the rows [start, end), which ascend, have a position below `bound`; PROBES are read at once."""
+    """Count the rows of [start, end) with a position below `bound`; positions ascend, and PROBES are read at once."""
     first, size = start, end - start
     while size > 0:
         step = tl.cdiv(size, PROBES)
@@ -208,7 +208,7 @@ def _rank(
 def _own(
     sizes_ptr, first_ptr, action_ptr, count_ptr, sizes_row, count_row, OWN: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """What each head of this rank keeps, of what all heads do, where a sequence chooses."""
+    """Copy the sizes of this rank's heads from those of all heads, if the sequence chooses."""
     s, head = tl.program_id(0), tl.arange(0, WIDTH)
     if tl.load(action_ptr + s) == CHOOSING:
         size = tl.load(sizes_ptr + s * sizes_row + tl.load(first_ptr) + head, mask=head < OWN, other=0)
@@ -217,7 +217,7 @@ def _own(
 
 @triton.jit
 def _rows_at(positions_ptr, position, start, end):
-    """The row of [start, end) at each `position`, or one after which it would be."""
+    """Row of [start, end) at each `position`, or one after which it would be."""
     last = position - tl.load(positions_ptr + start).to(tl.int32) + start  # unless positions are left out
     last = tl.maximum(tl.minimum(last, end - 1), start)
     row = tl.where(tl.load(positions_ptr + last) == position, last, start)
@@ -236,7 +236,7 @@ def _copy(
     m, b, k_row, v_row, k_entry, v_entry, count_row, entries, indices,
     WIDTH: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values and positions of BLOCK entries of one head. No head has more entries than its sequence has rows."""
+    """Copy keys, values and positions of BLOCK entries of a head, which has no more of them than its sequence rows."""
     tile, head = tl.program_id(0), tl.program_id(1)
     s = sequence_at(cu_ptr, b, tile, BLOCK, OFFSETS)
     if s == b:

@@ -1,4 +1,4 @@
-"""How many candidates each head keeps, and which: the kernels of dgraph::kv_pack that choose.
+"""Kernels of dgraph::kv_pack that choose the number of candidates that each head keeps, and list them.
 
 Keys are integers [Hkv, M] in the order of the ranks; the run of a sequence begins at cu[s] and is as long as it has
 candidates. The threshold of a head is the largest number that as many keys reach as it keeps, found two bits at a
@@ -22,8 +22,11 @@ def share(
     sums_ptr, cu_ptr, plan_ptr, count_ptr, count_row,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """k_h by mass. Wanted sizes descend with the mass, so no head is cut after one that is not: what the first r
-    heads keep together is what they want together, but at most r * n."""
+    """Compute k_h by mass.
+
+    Wanted sizes descend with the mass, so no head is cut after one that is not. The first r heads together keep what
+    they want together, but at most r * n.
+    """
     s = tl.program_id(0)
     n, budget = tl.load(plan_ptr + s * PLAN), tl.load(plan_ptr + s * PLAN + 3)
     if (budget == n) | (budget == 0):
@@ -53,7 +56,7 @@ def share(
 
 @triton.jit
 def _reached(keys_ptr, n, low, step, TILE: tl.constexpr):
-    """How many of n keys reach low, low + step and low + 2 * step."""
+    """Count the keys, of n, that reach low, low + step and low + 2 * step."""
     i = tl.arange(0, TILE)
     bound, next_bound, last_bound = low.to(tl.int32), (low + step).to(tl.int32), (low + 2 * step).to(tl.int32)
     one = tl.zeros([TILE], tl.int32)
@@ -107,7 +110,7 @@ def count_joint(
 def divide(
     counts_ptr, plan_ptr, count_ptr, count_row, HEADS: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr
 ):  # fmt: skip
-    """k_h from how many candidates of each head reach the threshold of all heads, and exceed it."""
+    """Compute k_h from the numbers of candidates of each head that reach the threshold of all heads, and exceed it."""
     s = tl.program_id(0)
     n, budget = tl.load(plan_ptr + s * PLAN), tl.load(plan_ptr + s * PLAN + 3)
     if (budget == n) | (budget == 0):

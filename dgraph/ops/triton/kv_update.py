@@ -1,6 +1,6 @@
 """dgraph::kv_update on CUDA: one program per row copies its key and its value to its slot.
 
-What it overwrites it has read before, for the difference.
+It reads the old value before it overwrites it, for the difference.
 """
 # mypy: disable-error-code="no-untyped-def"
 

@@ -2,15 +2,15 @@
 
 Four kernels, and two passes over the keys:
 
- 1. per sequence: its voters, which are neighbours among its rows, and how many keys each of them sees;
+ 1. per sequence: its voters, which are neighbours among its rows, and the number of keys that each of them sees;
  2. the log of the sum of the weights, for tiles of voters and shares of the keys. The query heads of a KV head are
     stacked with the voters as rows of one matrix;
  3. the shares of these sums, added up in order;
  4. per tile of keys: the weights of all voters, added up in order. Keys are the rows of this matrix, so that the sum
     over voters stays within a row.
 
-How many voters there are is known on the device alone. So in the second and third kernel as many programs as run at a
-time share the tiles, and few voters get many shares of the keys; a tile of keys without voters ends at once.
+The number of voters is known on the device alone. So in the second and third kernel as many programs as run at a time
+share the tiles. Few voters get many shares of the keys. A tile of keys without voters ends at once.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -172,7 +172,7 @@ def _find(
 
 @triton.jit
 def _tiles(voters_ptr, b, ROWS: tl.constexpr, SEQUENCES: tl.constexpr):
-    """[SEQUENCES]: tiles of voters of each sequence."""
+    """Number of tiles of voters of each sequence, [SEQUENCES]."""
     i = tl.arange(0, SEQUENCES)
     return tl.cdiv(tl.load(voters_ptr + b + i, mask=i < b, other=0), ROWS)
 

@@ -54,7 +54,7 @@ def _write(
     row = tl.program_id(0)
     k_ptr += row.to(tl.int64) * k_row
     v_ptr += row.to(tl.int64) * v_row
-    # What needs no other load is asked for at once, also by a row that is not live.
+    # Loads that depend on no other are issued at once, also by a row that is not live.
     live, position = tl.load(cu_ptr + b), tl.load(positions_ptr + row)
     at = tl.arange(0, BLOCK)
     if k_scale_ptr is None and BLOCK >= SIZE:

@@ -1,6 +1,6 @@
 """dgraph::least_similar on CUDA: one kernel compares and writes each row, another counts the rows before it.
 
-A row's rank is the number of rows of its sequence that come before it, which takes a comparison with each of them: few
+A row's rank is the number of rows of its sequence that come before it, which takes a comparison with each of them. Few
 rows adapt, and two launches cost less than sorting.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -50,7 +50,7 @@ def kernel(
 
 
 def least_of(similar: Tensor, full: Tensor, cu_rows: Tensor, share: float) -> Tensor:
-    """The rows that are full, and those that `_least` chooses."""
+    """Flag the rows that are full, and those that `_least` chooses."""
     n, b = len(full), cu_rows.shape[0] - 1
     chosen = torch.empty(n, dtype=torch.bool, device=full.device)
     # A tensor: as an argument it would be rounded to fp32.

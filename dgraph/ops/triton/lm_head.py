@@ -1,12 +1,13 @@
 """dgraph::lm_head on CUDA.
 
-The host does not know which rows are candidates. Of many rows, the device lists these, and each chunk of the list is
-gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live; chunks after
-the last candidate end at once. Of few rows, all are multiplied: the product takes the time to read the weight anyway.
-Rows that are packed need no gathering; they are listed whatever their number, since their results belong elsewhere.
+The host does not know which rows are candidates. If there are many rows, the device lists the candidates. Each chunk of
+the list is gathered and multiplied by the kernel of rows_linear, which reads on the device how many rows are live.
+Chunks after the last candidate end at once. If there are few rows, all are multiplied: the product takes the time to
+read the weight anyway. Rows that are packed need no gathering; they are listed whatever their number, since their
+results belong elsewhere.
 
-Each row's vocabulary is reduced in shares, and the shares are combined in order: the two largest logits, the sum of
-exponentials and their mean distance to the maximum, and the token with its logit.
+Each row's vocabulary is reduced in shares, and the shares are combined in order. A share gives the two largest logits,
+the sum of exponentials and their mean distance to the maximum, and the token with its logit.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -33,7 +34,7 @@ from dgraph.quantised import QuantisedRows, QuantisedWeight
 BLOCK = 2048
 # Programs that fill a large GPU; with fewer rows, a row is divided into shares.
 PROGRAMS = 1024
-# More rows than this are listed. A product of so many takes about as long as reading its weight.
+# More rows than this are listed. A product of this many takes about as long as reading its weight.
 FEW = 256
 # A chunk of listed rows may be nearly empty, so it is divided as one of no more rows than this.
 LISTED = 512
@@ -46,7 +47,7 @@ class Tiling:
     Attributes:
         block: logits per iteration, a power of two.
         splits: shares of a row.
-        warps: of the reduction.
+        warps: warps of the reduction.
     """
 
     block: int
@@ -55,7 +56,7 @@ class Tiling:
 
 
 def tiling_for(rows: int, vocab: int) -> Tiling:
-    """The tiling for a chunk of so many rows."""
+    """Choose the tiling for a chunk of `rows` rows."""
     block = power_of_two(vocab, 16, BLOCK)
     return Tiling(block, max(1, min(PROGRAMS // rows, vocab // (2 * block), 32)))
 
@@ -74,7 +75,7 @@ class Share(NamedTuple):
     Attributes:
         numbers: f32[N, 7].
         first: i64[1], the id of the first logit.
-        vocab: ids in the whole vocabulary.
+        vocab: number of ids in the whole vocabulary.
     """
 
     numbers: Tensor
@@ -94,15 +95,18 @@ def kernel(
     packed: bool = False,
     listed: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dgraph::lm_head; see its contract. `listed` says whether candidates are listed; None: if there are many rows, or
-    they are packed.
+    """dgraph::lm_head; see its contract.
+
+    listed: True if candidates are to be listed; None: if there are many rows. Packed rows always are.
     """
     return decode_candidates(h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed, listed)
 
 
 Measure = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Takes a chunk: numbers of its rows i32 or i64[R], bool[R] which of them are candidates (all else may be anything),
-their logits [R, V], and the tokens i64[N] of all rows."""
+"""Function that takes a chunk of R rows.
+
+Its arguments are the numbers of the rows, i32 or i64[R]; flags bool[R] of candidates, all else may be anything; the
+logits [R, V]; and the tokens i64[N] of all rows."""
 
 
 def decode_candidates(
@@ -118,7 +122,7 @@ def decode_candidates(
     listed: bool | None = None,
     measure: Measure | None = None,
 ) -> Results:
-    """dgraph::lm_head, which also gives each chunk to `measure`; `listed` as for `kernel`."""
+    """Run dgraph::lm_head, and pass each chunk to `measure`; `listed` as for `kernel`."""
     n = candidate.shape[0]
     token = torch.empty(n, dtype=torch.int64, device=h.device)
     # An op's results may not share memory.
@@ -234,11 +238,14 @@ def reduce_logits(
 ) -> None:
     """Write token i64[R], and confidence, margin and entropy f32[R], for each row of logits [R, V].
 
-    The other arguments, and what a row that is no candidate gets, are those of dgraph::lm_head. `tiling` overrides the
-    sizes chosen for the shape. With `listed`, a chunk of the candidates, row i of the logits is that of row rows[i]
-    of all else, for as many i as the last count says; other rows are left as they are, and no more than about
-    `programs` programs reduce the rows, because most chunks of a list are empty. With `share`, its numbers are written
-    instead of the results, of candidates alone.
+    The other arguments, and the results of a row that is no candidate, are those of dgraph::lm_head.
+
+    Args:
+        tiling: overrides the sizes chosen for the shape.
+        listed: a chunk of the candidates. Row i of the logits is that of row rows[i] of all other arguments, for as
+            many i as the last count says. Other rows are left as they are.
+        programs: about the most programs that reduce listed rows, because most chunks of a list are empty.
+        share: its numbers are written instead of the results, for candidates alone.
     """
     rows, vocab = logits.shape
     if not rows:
@@ -271,7 +278,7 @@ def _reduce(
     top_ptr, second_ptr, total_ptr, spread_ptr, best_ptr, chosen_ptr, ids_ptr, first_ptr,
     last_count, vocab, ids_in_all, stride, suppress, share, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A share of one row, if that is a candidate; or of listed rows, one after the other."""
+    """Reduce a share of one row, if that is a candidate; or of listed rows, one after the other."""
     place, split = tl.program_id(0), tl.program_id(1)
     base = 0
     if first_ptr is not None:

@@ -28,7 +28,7 @@ def kernel(
     measured = torch.zeros((len(candidate) + 1, len(chosen)), dtype=torch.float32, device=h.device)
 
     def measure(rows: Tensor, live: Tensor, logits: Tensor, token: Tensor) -> None:
-        # Rows after the last of a list may hold any number; what is said of them goes to a row that nobody reads.
+        # Rows after the last of a list may hold any number; their values go to a row that is never read.
         row = torch.where(live, rows, 0)
         of_rows = temperature[row], suppress, slot[row]
         values = measure_rows(chosen, logits, token[row], *of_rows, state, live)

@@ -1,4 +1,4 @@
-"""dgraph::lm_head_part on CUDA: the kernels of lm_head, of which a rank's ids are one share more."""
+"""dgraph::lm_head_part on CUDA: the kernels of lm_head, over a rank's ids as one share of the vocabulary."""
 
 from __future__ import annotations
 

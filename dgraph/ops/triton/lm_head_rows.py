@@ -1,4 +1,4 @@
-"""Which rows dgraph::lm_head projects: they are listed on the device, and gathered chunk by chunk."""
+"""Rows that dgraph::lm_head projects: kernels that list them on the device, and gather them chunk by chunk."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Listed(NamedTuple):
 
     Attributes:
         rows: i32[N], their numbers, ascending; after the last it holds anything.
-        counts: i32[chunks], how many of them each chunk has; all but one chunk are full or empty.
+        counts: i32[chunks], number of rows of each chunk; all but one chunk are full or empty.
     """
 
     rows: Tensor
@@ -41,8 +41,9 @@ def list_candidates(
     margin: Tensor | None,
     entropy: Tensor | None,
 ) -> Listed:
-    """The rows of candidate bool[N], N > 0, in chunks of `chunk`; the results of the others are set, all [N], if there
-    are any.
+    """List the rows of candidate bool[N], N > 0, in chunks of `chunk`.
+
+    If results are given, all [N], those of the other rows are set.
     """
     n = candidate.shape[0]
     found = Listed(*(torch.empty(s, dtype=torch.int32, device=candidate.device) for s in (n, triton.cdiv(n, chunk))))
@@ -54,7 +55,7 @@ def list_candidates(
 
 
 def gathered(h: Tensor, part: Listed, most: int) -> Tensor:
-    """The rows of a chunk of h [N, d], of which there may be `most`; rows after its last hold anything."""
+    """Gather the rows of a chunk of h [N, d], `most` at most; rows after its last hold anything."""
     h = dense_rows(h)
     out = torch.empty((most, h.shape[1]), dtype=h.dtype, device=h.device)
     _gather_rows[(most,)](
@@ -69,7 +70,7 @@ def _list_rows(
     candidate_ptr, index_ptr, counts_ptr, token_ptr, confidence_ptr, margin_ptr, entropy_ptr, n, chunk, chunks,
     BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Each program counts the candidates before its own, which are single bytes, instead of waiting for another."""
+    """List candidates; each program counts those before its own, single bytes, instead of waiting for another."""
     first = tl.program_id(0) * BLOCK
     row = first + tl.arange(0, BLOCK)
     flag = tl.load(candidate_ptr + row, mask=row < n, other=0) != 0

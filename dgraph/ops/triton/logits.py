@@ -1,4 +1,4 @@
-"""Device functions of dgraph::lm_head: the noise of a draw, and what a share of a row's logits comes to.
+"""Device functions of dgraph::lm_head: the noise of a draw, and the reduction of a share of a row's logits.
 
 The noise has the integer part of the reference to the bit; its two logarithms differ in the last bits of fp32 (below
 4e-6), so a draw differs only where two tokens tie to within that.
@@ -49,7 +49,7 @@ def _scaled(value, factor):
 
 @triton.jit
 def _accumulate(x, top, second, total, spread):
-    """Each lane after one more logit, with one exponential.
+    """Add one more logit to each lane, with one exponential.
 
     The two largest logits, the sum of exp(x - top), and the sum of (top - x) * exp(x - top).
     """
@@ -63,7 +63,7 @@ def _accumulate(x, top, second, total, spread):
 
 @triton.jit
 def merge(top, second, total, spread, lane, BLOCK: tl.constexpr):
-    """The same four of all lanes together."""
+    """Merge the same four numbers of all lanes."""
     highest = tl.max(top)
     first = tl.min(tl.where(top == highest, lane, BLOCK))
     runner = tl.max(tl.where(lane == first, second, top))
@@ -75,7 +75,7 @@ def merge(top, second, total, spread, lane, BLOCK: tl.constexpr):
 def _take(
     x, index, suppress, divisor, low, high, top, second, total, spread, best, chosen, ids, DRAWN: tl.constexpr
 ):  # fmt: skip
-    """The lanes after one more logit each."""
+    """Update the lanes by one more logit each."""
     x = tl.where(index == suppress, float("-inf"), x.to(tl.float32))
     if DRAWN:
         x = tl.div_rn(x, divisor)
@@ -95,8 +95,10 @@ def _take(
 def reduce_share(
     logits_ptr, first, last, base, suppress, temperature, low, high, BLOCK: tl.constexpr, DRAWN: tl.constexpr
 ):  # fmt: skip
-    """The lanes after the logits [first, last), of which the first logit of the row is that of the id `base`. Whole
-    blocks need no mask per lane, and load one block ahead."""
+    """Reduce the logits [first, last) of a row in lanes; the first logit of the row is that of the id `base`.
+
+    Whole blocks need no mask per lane, and load one block ahead.
+    """
     lane = tl.arange(0, BLOCK)
     # A finite start: the difference of two infinities is no number.
     top, second = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)

@@ -1,9 +1,9 @@
 """dgraph::paged_attention on CUDA.
 
-A program takes a tile of rows of one sequence, all query heads of one KV head, and a share of the keys. The
-heads are stacked with the rows as rows of one matrix, so that a key is read once per KV head and not once per
-query head. With more than one share a second kernel adds the shares up. The values of a wide head may be divided among
-programs, each of which computes all scores: it holds its part of the sums in registers then.
+A program takes a tile of rows of one sequence, all query heads of one KV head, and a share of the keys. Heads and rows
+are stacked as rows of one matrix, so that a key is read once per KV head, not per query head. With more than one share
+a second kernel adds the shares up. The values of a wide head may be divided among programs, each of which computes all
+scores. Such a program can hold its part of the sums in registers.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -69,7 +69,7 @@ def kernel(
 
     Args:
         tiling: overrides the sizes chosen for the shape.
-        rotation: cos and sin, [N, 1, D] of any dtype; q is what is not rotated yet (see dgraph::rope), and is rotated
+        rotation: cos and sin, [N, 1, D] of any dtype, for a q that is not rotated yet (see dgraph::rope). It is rotated
             where it is loaded, in fp32, and rounded to its dtype.
         kind: gives what dgraph::rows_quantise makes of the results as rows [N, Hq * D], counted by cu_rows.
     """

@@ -1,18 +1,19 @@
 """dgraph::partial_attention on CUDA.
 
 Rows are divided on the device into those that need exact attention and the others, each kind in a list of its own
-(`partial_rows`). A program takes a tile of rows of one kind and one sequence, all query heads of one KV head, and a
-share of the keys, as in paged_attention.
+(`partial_rows`). As in paged_attention, a program takes a tile of rows, all query heads of one KV head, and a share of
+the keys. Its rows are of one kind and one sequence.
 
  - Exact rows read keys and values.
  - The others read the keys, for the largest score and the sum of the weights, and no values. Then they read the keys
    of the changed rows again, and the differences of their values: twice the products for the few, but no mask, no
    map from keys to changes, and no values for the many.
 
-Two launches: `_mixed` takes the other rows, and next to them the exact rows of sequences that have few, in tiles as
-narrow as these are few, bound by the reading of values while their neighbours are bound by products; `_exact` takes
-the exact rows of sequences that have many. A launch without work ends at once. What writes the context of a row
-adds up, for its heads, the three sums of the cosine; a last kernel adds those over the heads, in order.
+There are two launches. `_mixed` takes the other rows, and next to them the exact rows of sequences that have few. The
+tiles of these are as narrow as they are few. They are bound by the reading of values while their neighbours are bound
+by products. `_exact` takes the exact rows of sequences that have many. A launch without work ends at once. The program
+that writes the context of a row adds up, for its heads, the three sums of the cosine. A last kernel adds those over the
+heads, in order.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -43,12 +44,12 @@ class Tiling:
     """Sizes of the launches.
 
     Attributes:
-        exact: of the rows of `_exact`; its block_m, splits and warps are those of `_mixed` as well.
-        block_n, stages: of `_mixed`: keys per iteration, and iterations in flight.
+        exact: tiling of `_exact`; its block_m, splits and warps are those of `_mixed` as well.
+        block_n, stages: keys per iteration, and iterations in flight, of `_mixed`.
         least, few: rows of the stacked matrix of the narrow tiles, which take the exact rows of a sequence that has
             no more; 0 for none.
         changes: changed keys per iteration.
-        registers: of a thread of `_mixed` at most, so that more programs fit next to each other; 0 for no bound.
+        registers: most registers of a thread of `_mixed`, so that more programs fit next to each other; 0: no bound.
     """
 
     exact: attention_tiling.Tiling
@@ -269,7 +270,7 @@ def _add_up(
     part_ptr, mass_ptr, exact_ptr, c_ptr, slots_ptr, cu_ptr, out_ptr, sums_ptr, n, b, heads, c_page, c_slot,
     PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The shares of a row and a head, each relative to its largest score, all asked for at once."""
+    """Add up the shares of a row and a head, each relative to its largest score; all are loaded at once."""
     row = tl.program_id(0)
     if row >= tl.load(cu_ptr + b):
         return

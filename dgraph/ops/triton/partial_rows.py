@@ -1,4 +1,4 @@
-"""What partial_attention on CUDA does with rows: which kind each is, two lists of them, and who is salient."""
+"""Rows of partial_attention on CUDA: the kind of each row, a list of each kind, and the salient rows."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def divide(
     page: int,
     every: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows by kind, and where rows and changed keys lie.
+    """Divide rows by kind, and find the slots of rows and changed keys.
 
     Args:
         every: all live rows are exact.
 
     Returns:
         exact u8[N]: the row is in the index or full; padding rows are not.
-        order i32[2, N]: the exact rows in ascending order, then nothing; the other live rows.
-        offsets i32[2, b+1]: of each sequence in the two lists.
+        order i32[2, N]: the exact rows in ascending order, and the other live rows; what follows a list is undefined.
+        offsets i32[2, b+1]: offsets of each sequence in the two lists.
         slots i32[N]: page * slots of a page + place in it, of each live row.
         changed i32[2, K]: slot and position of each changed row.
     """
@@ -56,8 +56,9 @@ def divide(
 
 
 def decide(sums: Tensor, full: Tensor, cu_rows: Tensor, context: Tensor, tau: float | None) -> Tensor:
-    """The salient rows bool[N] from the sums [3, H, N] of the cosines; without a tau these over heads, f32[N, 3]. Zeros
-    the padding rows of `context`.
+    """Flag the salient rows, bool[N], from the sums [3, H, N] of the cosines; zero the padding rows of `context`.
+
+    Without a tau, return the sums over heads instead, f32[N, 3].
     """
     (_, heads, n), size = sums.shape, context[0].numel()
     found = torch.empty(n, dtype=torch.bool, device=sums.device) if tau is not None else sums.new_empty((n, 3))
@@ -90,13 +91,13 @@ def _describe(
     n, b, room, tiles, table_row,
     EVERY: tl.constexpr, PAGE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Kind and slot of rows; slot and position of changed rows."""
+    """Write kind and slot of rows; slot and position of changed rows."""
     tile = tl.program_id(0)
     count = tl.minimum(tl.load(cu_changed_ptr + b), room).to(tl.int32)
     if tile < tiles:
         row = tile * BLOCK + tl.arange(0, BLOCK)
         live = row < tl.minimum(tl.load(cu_ptr + b), n)
-        # The first of the ascending index that is not below the row.
+        # Search the first entry of the ascending index that is not below the row.
         low, high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + count
         for _ in range(STEPS):
             middle = (low + high) // 2
@@ -120,7 +121,7 @@ def _describe(
 def _divide(
     exact_ptr, cu_ptr, order_ptr, offsets_ptr, n, b, tiles, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Each program counts the exact rows before its own, which are single bytes, instead of waiting for another."""
+    """List rows; each program counts the exact ones before its own, single bytes, instead of waiting for another."""
     tile = tl.program_id(0)
     if tile >= tiles:
         s = tile - tiles

@@ -16,8 +16,9 @@ def queries(
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Queries [BLOCK_M, WIDTH] of the rows in the list from `first` on, what their scores are multiplied by, and which
-    rows, live, limit. SCALED: keys are in float8.
+    """Queries [BLOCK_M, WIDTH] of the listed rows from `first` on, factors of their scores, and rows, live, limit.
+
+    SCALED: keys are in float8.
     """
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     at = first + m // GROUP
@@ -42,9 +43,9 @@ def scan(
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Largest score and sum of the weights of each row over one share of its keys; with VALUES the sum of these.
+    """Largest score and sum of the weights of each row over one share of its keys; with VALUES also their weighted sum.
 
-    by: of each row, what its scores are multiplied by. k_scale_ptr, v_scale_ptr: scales from the KV head on, or None.
+    by: factor of each row's scores. k_scale_ptr, v_scale_ptr: scales from the KV head on, or None.
     """
     longest = tl.minimum(tl.max(limit), keys)
     share = tl.cdiv(tl.cdiv(longest, BLOCK_N), SPLITS) * BLOCK_N
@@ -115,7 +116,7 @@ def changes(
     k_scale_ptr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, CHANGES: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights of the changed keys in [first, last) of the list times the differences of their values.
+    """Sum the weights of the changed keys in [first, last) of the list times the differences of their values.
 
     changed_ptr: slot and position of each changed key, in that order, `room` of each.
     """
@@ -151,9 +152,9 @@ def finish(
     found, row, head, live, slots_ptr, c_ptr, out_ptr, sums_ptr, n, heads, c_page, c_slot, added,
     PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Context [M, WIDTH] to the result and to the cache, and the sums of its cosine with what the cache held.
+    """Write context [M, WIDTH] to the result and the cache, and the sums of its cosine with the cached context.
 
-    added: whether the context so far is a change of the cached one.
+    added: True if the context so far is a change of the cached one.
     """
     d = tl.arange(0, WIDTH)
     inside = live[:, None] & (d < D)[None, :]
@@ -180,7 +181,7 @@ def leave(
     added, PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The end of a tile: the context, or one share of it."""
+    """Finish a tile: write the context, or one share of it."""
     m, d = tl.arange(0, BLOCK_M), tl.arange(0, WIDTH)
     head = head * GROUP + m % GROUP
     if SPLITS == 1:
@@ -207,7 +208,7 @@ def exactly(
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PRECISION: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """Exact attention of a tile of rows in the list."""
+    """Compute exact attention of a tile of rows in the list."""
     q, by, row, live, limit = queries(
         q_ptr, order_ptr, limit_ptr, first, end, head, q_row, scale, GROUP, D, WIDTH, ROWS, BLOCK_M,
         k_scale_ptr is not None,

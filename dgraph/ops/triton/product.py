@@ -1,8 +1,8 @@
-"""A product over as many rows as a number on the device says: what the kernels of rows_linear and rows_glu share.
+"""Product over the live rows, whose number is on the device, for the kernels of rows_linear and rows_glu.
 
-A tile is ROWS rows of x by COLUMNS rows of the weight. In a PAIR the weight has two halves, gate rows and up rows, and
-a tile takes COLUMNS/2 of each, at the same places of both. They are one factor, so the loop is that of a plain product,
-and the halves part only where a result is written: silu(gate) * up, half as wide as the tile.
+A tile is ROWS rows of x by COLUMNS rows of the weight. In a PAIR the weight has two halves, gate rows and up rows. A
+tile takes COLUMNS/2 of each, at the same places of both. They are one factor, so the loop is that of a plain product.
+The halves part only where a result is written: silu(gate) * up, half as wide as the tile.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -21,15 +21,16 @@ def _live_rows(cu_ptr, b, n):
 
 @triton.jit
 def _corner(tile, d_out, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Where a tile begins: its first row and column of the result, tiles numbered along the columns first."""
+    """First row and column of a tile of the result; tiles are numbered along the columns first."""
     along = tl.cdiv(d_out, WIDE)
     return tile // along * ROWS, tile % along * WIDE
 
 
 @triton.jit
 def _rows_of_tile(first, d_out, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
-    """Which rows of the weight a tile reads whose columns begin there, of a pair gate's and up's; beyond the end the
-    last one again and again.
+    """Rows of the weight that a tile reads whose columns begin at `first`, in a pair gate's and up's.
+
+    Beyond the end the last one repeats.
     """
     place = tl.arange(0, COLUMNS)
     return tl.minimum(first + place % WIDE, d_out - 1) + place // WIDE * d_out
@@ -38,7 +39,7 @@ def _rows_of_tile(first, d_out, COLUMNS: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit
 def _load(blocks, ptr, first, rows, step, k, d_in, ROWS: tl.constexpr, DEPTH: tl.constexpr, BULK: tl.constexpr,
           PAIR: tl.constexpr):  # fmt: skip
-    """ROWS rows from the first on; in a PAIR half of them, and as many of the second `rows`, at the same places."""
+    """Load ROWS rows from the first on; in a PAIR half, and as many of the second `rows`, at the same places."""
     if BULK and PAIR:
         found = blocks.load([0, first, k]).reshape(ROWS, DEPTH)
     elif BULK:
@@ -60,7 +61,7 @@ def _load(blocks, ptr, first, rows, step, k, d_in, ROWS: tl.constexpr, DEPTH: tl
 @triton.jit
 def _store(out_ptr, bias_ptr, acc, row, first, rows, d_out, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
            BIAS: tl.constexpr, PAIR: tl.constexpr):  # fmt: skip
-    """A tile of the result, from its first column on."""
+    """Store a tile of the result, from its first column on."""
     if PAIR:
         column = first + tl.arange(0, COLUMNS // 2)
         gate, up = tl.split(acc.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
@@ -84,7 +85,7 @@ def _tiles(
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr,
     PRECISION: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of one program: its whole ones, and then its share of another."""
+    """Compute the tiles of one program: its whole ones, and then its share of another."""
     WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH, PROGRAMS, SPLITS)
     mine, pieces = _pieces(division, PROGRAMS)
@@ -114,7 +115,7 @@ def _multiply(
     CASES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
     PAIR: tl.constexpr, BULK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The product, in the tiles of the one case that holds: above and up to how many rows, then sizes of `Tiles`."""
+    """Multiply in the tiles of the one case that holds: above some rows, up to some rows, then sizes of `Tiles`."""
     rows = _live_rows(cu_ptr, b, n)
     x_blocks, w_blocks = (x_0, x_1, x_2, x_3, x_4, x_5), (w_0, w_1, w_2, w_3, w_4, w_5)
     for i in tl.static_range(len(CASES)):
@@ -156,7 +157,7 @@ def _add_up(
     CASES: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
     PAIR: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that several programs shared: the sum of the shares in order, from the workspace."""
+    """Add up the shares of tiles that several programs computed, in order, from the workspace."""
     rows = _live_rows(cu_ptr, b, n)
     for i in tl.static_range(len(CASES)):
         if (rows > CASES[i][0]) & (rows <= CASES[i][1]):

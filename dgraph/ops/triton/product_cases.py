@@ -1,7 +1,7 @@
-"""Which tiles the product in roles has (product_roles.py), what of them its ring holds, and which it takes of them.
+"""Tiles of the product in roles (product_roles.py), their layout in its ring, and the choice among them.
 
-Rows and columns are those of the result; a box is a part of either factor. Along the inner dimension it has so many
-bytes, be they values of 16 or of 8 bits, which take as long to load and to multiply.
+Rows and columns are those of the result; a box is a part of either factor. Along the inner dimension a box has BYTES
+bytes, whether values have 16 or 8 bits. Either takes as long to load and to multiply.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,13 +15,13 @@ from triton.experimental.gluon import language as gl
 from dgraph.ops.triton.product_shares import _quotient
 
 BOX, LOW, BYTES = gl.constexpr(64), gl.constexpr(16), gl.constexpr(128)
-"""Rows of a box, and of a low one, and bytes of each: what the loading warp asks for at a time."""
+"""Rows of a box, and of a low one, and bytes of each row; the loading warp loads a box at a time."""
 BOXES, MOST_STAGES = gl.constexpr(26), gl.constexpr(8)
-"""Boxes that the ring holds, as shared memory does, and stages that it has at most."""
+"""Boxes that the ring holds, as many as fit into shared memory, and its stages at most."""
 ANY = 2**31 - 1
-"""A largest row count that is none."""
+"""Upper end of a range of row counts without a limit."""
 FEW = 64
-"""Rows of the lower tiles, as high as an instruction is at least, and up to which these are taken."""
+"""Rows of the lower tiles, the least height of an instruction, and the most rows for which these are taken."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,10 @@ class Case:
 
 
 def cases(pair: bool, itemsize: int = 2, most: int = ANY) -> tuple[Case, ...]:
-    """What the kernel chooses from, for values of so many bytes and `most` rows at most; others would be compiled for
-    nothing.
+    """Cases that the kernel chooses from, for values of `itemsize` bytes and `most` rows at most.
 
-    Of one byte no tile has 256 columns: sums of float8 are held twice, and registers do not hold so many; of int8,
-    Triton knows no instruction that is so wide.
+    Others would be compiled for nothing. With one byte no tile has 256 columns. Sums of float8 are held twice, and
+    registers do not hold that many. For int8, Triton knows no instruction of that width.
     """
     narrow = (64, 128) if pair else (32, 48, 64, 96)
     wide = [(128, 4), (256, 1)] if pair else [(64, 4), (96, 4), (128, 4), (192, 4), (256, 1)]
@@ -77,9 +76,9 @@ def _parts(rows, columns):
 
 @gluon.constexpr_function
 def _ring(rows, columns):
-    """Where in the ring, in rows of a box, x begins and what either accumulator takes of the weight.
+    """Begin of x in the ring, in rows of a box, and of either accumulator's part of the weight.
 
-    Each holds all stages. In this order each begins at a multiple of what an instruction reads of it.
+    Each part holds all stages. In this order each begins at a multiple of the rows that an instruction reads of it.
     """
     deep = _stages(rows, columns) * _units(rows, columns)
     return 0, deep * rows, deep * (rows + _parts(rows, columns)[0])
@@ -95,8 +94,10 @@ def _each(part):
 
 @gluon.constexpr_function
 def _boxes(rows, columns, pair):
-    """What of the weight is loaded for a tile, box by box: where in the ring that of the first unit lies, and how many
-    rows of a box further that of the next one; from which column of the tile on, of a pair whether from up, and rows.
+    """Boxes of the weight that are loaded for a tile, five numbers each.
+
+    The first two are the place of the first unit's box in the ring and the distance to that of the next unit, in rows
+    of a box. Then follow the first column in the tile; 1 if the box is of up in a pair, else 0; and rows of the box.
     """
     found, column = [], 0
     for begin, wide in zip(_ring(rows, columns)[1:], _parts(rows, columns), strict=True):
@@ -111,7 +112,7 @@ def _boxes(rows, columns, pair):
 
 @gluon.jit
 def _choose(rows, d_out, deep, CASES: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr):
-    """The case that takes the least time, and shares of its tiles at most.
+    """Choose the case that takes the least time, and the most shares of its tiles.
 
     Times are microseconds, as measured on an H200. No product takes less than the reading of its weight.
     """
@@ -141,8 +142,9 @@ def _choose(rows, d_out, deep, CASES: gl.constexpr, PROGRAMS: gl.constexpr, PAIR
 
 @gluon.jit
 def _times_of_many(deep, tiles, shares, SIZE: gl.constexpr, PROGRAMS: gl.constexpr):
-    """What all full rounds take, the one of the tiles that are left, and that one if they are shared, which may be more
-    than it saves. SIZE: boxes of the weight in a tile.
+    """Times of all full rounds, of the round of the tiles that are left, and of that round if they are shared.
+
+    Sharing may cost more than it saves. SIZE: boxes of the weight in a tile.
     """
     PACE: gl.constexpr = 0.055 + 0.15 * SIZE  # of an iteration over a box, of which the inner dimension has `deep`
     EXTRA: gl.constexpr = (SIZE - 1) * (SIZE - 1) / 3  # of a tile beside them

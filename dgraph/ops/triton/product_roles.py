@@ -1,20 +1,20 @@
-"""The product of product.py on Hopper GPUs, by warps with roles of their own, which Triton does not make of a kernel.
+"""The product of product.py on Hopper GPUs, by warps with roles of their own, which Triton does not generate.
 
 One warp loads boxes of 64 or 16 rows of 128 bytes into a ring in shared memory, and runs ahead: into the next tile,
-while a result is being written. Eight warps multiply. The source is Gluon, the language below Triton. It also knows
-tiles whose columns are the sum of two powers of two, and takes of several sizes the one that is done first, as rounds
-over the device say.
+while a result is being written. Eight warps multiply. The source is Gluon, the language below Triton. Columns of a tile
+may also be the sum of two powers of two. Among several sizes the kernel takes the one that is done first, by the number
+of rounds over the device.
 
-Few rows wait for the weight alone. Their tiles are narrow, and as wide as lets all programs read as much as each other,
-if that can be: then nobody has to add up what others have summed.
+Few rows wait for the weight alone. Their tiles are narrow. If possible, they are of a width at which all programs read
+as much as each other. Then no program has to add up sums of others.
 
 A stage of the ring is handed over by barriers in shared memory: `full` says that it came, `empty` that it was used.
 Where tiles would leave a part of the device idle, programs share them along the inner dimension (product_shares.py).
 The last of those to end adds up what the others wrote; none waits for another, which might not run yet.
 
-Values are of 16 bits, or both factors are numbers of 8, whose sums (fp32 of float8, int32 of int8) are scaled before
-they are written. Matrix units add up products of float8 in fewer bits than fp32 has, so of a long row what they have
-goes to sums beside from time to time.
+Values have 16 bits, or both factors are numbers of 8. Sums of these (fp32 of float8, int32 of int8) are scaled before
+they are written. Matrix units add up products of float8 in fewer bits than fp32 has. So for long rows their sums are
+moved to separate sums from time to time.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -55,23 +55,23 @@ from dgraph.ops.triton.product_shares import _division, _piece, _pieces
 from dgraph.ops.triton.rows import start_of, wait
 
 WARPS = gl.constexpr(8)
-"""That multiply."""
+"""Warps that multiply."""
 LOADING = gl.constexpr(24)
 """Registers of a thread that loads."""
 IMPRECISE = 32
 """Boxes along the inner dimension whose products of float8 are added up in the bits of the matrix units. On an H100
-sums of 4096 products are then off by 0.0021 of themselves, of which rounding to bf16 is 0.0017; of 12288 by 0.0031 if
-none are moved. To move them every 8 boxes took 4 to 5 % of the time of many rows.
+sums of 4096 products are then off by 0.0021 of themselves, of which rounding to bf16 is 0.0017. Sums of 12288 are off
+by 0.0031 if none are moved. Moving them every 8 boxes took 4 to 5 % of the time of many rows.
 """
 EARLY_ROWS = 64
-"""Up to so many rows it starts early (see early.py): it takes some microseconds until it can load, a tenth of a small
-product. With 1,024 rows it cost 7 % on an H200.
+"""Most rows for which it starts early (see early.py): it takes some microseconds until it can load, a tenth of a small
+product. With 1,024 rows an early start cost 7 % on an H200.
 """
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # as it is called before Triton 3.7
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel takes such factors."""
+    """True if the kernel takes such factors."""
     known = x.dtype == weight.dtype and x.element_size() <= 2 and understood(x.device)
     return known and in_bulk(x) and in_bulk(weight)
 
@@ -81,14 +81,14 @@ def launch(
     choices: tuple[Case, ...], programs: int, group: int, pair: bool,
     scales: tuple[Tensor, Tensor, int] | None = None,
 ) -> None:  # fmt: skip
-    """The product into out; factors as `fits` says, other arguments as of `rows_linear.launch`.
+    """Write the product to out; factors as `fits` says, other arguments as of `rows_linear.launch`.
 
     Args:
         cu_rows: None: all rows are live.
         choices: the cases; for every number of rows there is one.
         programs: as many as the device has multiprocessors.
         group: tiles over rows next to each other.
-        scales: of numbers of 8 bits: f32 of each row of x, f32 of the weight, and how many of its rows share one.
+        scales: for numbers of 8 bits: f32 of each row of x, f32 of the weight, and how many of its rows share one.
     """
     high, low, deep = BOX.value, LOW.value, BYTES.value // x.element_size()
     boxes = [
@@ -115,7 +115,7 @@ def launch(
 
 @gluon.constexpr_function
 def _layout(part, bits):
-    """Of sums of such a shape; an instruction takes 32 bytes along the inner dimension."""
+    """Layout of sums of a shape; an instruction takes 32 bytes along the inner dimension."""
     high, wide = part
     instruction = [16, wide * high // (16 * WARPS), 256 // bits]
     return gl.NVMMADistributedLayout([3, 0], [high // 16, 16 * WARPS // high], instruction)
@@ -128,8 +128,10 @@ def _multiply_in_roles(
     COUNTED: gl.constexpr, HIGH: gl.constexpr, APART: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
     EARLY: gl.constexpr,
 ):  # fmt: skip
-    """HIGH: rows of the weight that share a scale; 0 where there are none. APART: after so many boxes along the inner
-    dimension sums leave the matrix units; 0: at the end.
+    """Multiply in roles.
+
+    HIGH: rows of the weight that share a scale; 0 without scales. APART: boxes along the inner dimension after which
+    sums leave the matrix units; 0: at the end.
     """
     held = gl.allocate_shared_memory(x_boxes.dtype, [BOXES, BOX, x_boxes.block_shape[1]], x_boxes.layout)
     full = gl.allocate_shared_memory(gl.int64, [MOST_STAGES, 1], mbarrier.MBarrierLayout())
@@ -194,8 +196,9 @@ def _load_tiles(
     x_boxes, w_boxes, w_low, ring, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of a program's pieces into the ring, as `_ring` lays them out. Of x only those that have live rows: others
-    take longer to load, and no result needs what they would hold.
+    """Load boxes of a program's pieces into the ring, as `_ring` lays them out.
+
+    Only boxes of x that have live rows are loaded: others take longer to load, and no result needs their values.
     """
     held, full, empty = ring
     rows, d_out, d_in, splits = sizes
@@ -258,7 +261,7 @@ def _multiply_tiles(
     for i in range(0, pieces):
         r, c, first, last, share = _piece(i, mine, division, PROGRAMS, GROUP)
         where = (r * ROWS, c * WIDE, rows, d_out)
-        # Few rows: what is needed at the end is asked for before it.
+        # Few rows: the factors, which are needed at the end, are loaded first.
         if ROWS < 128:
             by = _factors(pointers, 0, where, held.dtype, ONE, HIGH, BIAS, PAIR)
             if TWO:
@@ -302,9 +305,7 @@ def _no_sums(dtype: gl.constexpr, PART: gl.constexpr):
 
 @gluon.jit
 def _sum_boxes(ring, stage, turn, first, last, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The one or two accumulators of a tile after some iterations, where there is one the same twice; and where the
-    ring goes on.
-    """
+    """Accumulators of a tile after some iterations, the only one twice; and the next stage and phase of the ring."""
     held, full, empty = ring
     STAGES: gl.constexpr = _stages(ROWS, COLUMNS)
     UNITS: gl.constexpr = _units(ROWS, COLUMNS)
@@ -329,7 +330,7 @@ def _sum_boxes(ring, stage, turn, first, last, ROWS: gl.constexpr, COLUMNS: gl.c
             if TWO:
                 b = beside.index(RING[2] // OTHER + unit).permute((1, 0))
                 rest = warpgroup_mma(a, b, rest, is_async=True)
-        # What may go on is this iteration's; so the one before is done with its stage.
+        # Only products of this iteration may still run, so the one before is done with its stage.
         if TWO:
             acc, rest = warpgroup_mma_wait(2 * UNITS, deps=(acc, rest))
         else:
@@ -369,7 +370,7 @@ def _write_share(part_ptr, share, part, offset, SIZE: gl.constexpr):
 
 @gluon.jit
 def _is_last(ended_ptr, share):
-    """Whether all other shares have been written."""
+    """True if all other shares have been written."""
     place, _, shares, _ = share
     _barrier()
     return gl.atomic_add(ended_ptr + place, 1, sem="acq_rel") == shares - 1
@@ -377,7 +378,7 @@ def _is_last(ended_ptr, share):
 
 @gluon.jit
 def _sum(part_ptr, share, part, offset, SIZE: gl.constexpr):
-    """All shares of an accumulator, added up in their order."""
+    """Add up all shares of an accumulator, in their order."""
     _, _, shares, begins = share
     AT_ONCE: gl.constexpr = 4 if part.shape[1] <= 64 else 2
     part_ptr += begins.to(gl.int64) * SIZE + offset
@@ -402,8 +403,9 @@ def _load_share(part_ptr, j, shares, at, SIZE: gl.constexpr):
 
 @gluon.jit
 def _columns(column, where, layout: gl.constexpr, PART: gl.constexpr, PAIR: gl.constexpr):
-    """Columns of the result that the sums of part of a tile belong to, from a column of it on, and in a PAIR which of
-    them are of up, in the order in which `_boxes` loads rows of the weight.
+    """Columns of the result to which the sums of part of a tile belong, from a column of it on.
+
+    In a PAIR, also flags of those that are of up. The order is that in which `_boxes` loads rows of the weight.
     """
     place = gl.expand_dims(gl.arange(0, PART[1], gl.SliceLayout(0, layout)), 0)
     up = place * 0
@@ -419,9 +421,9 @@ def _factors(
     pointers, column, where, dtype: gl.constexpr, PART: gl.constexpr,
     HIGH: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """What sums of part of a tile are multiplied by, by row and by column, and their bias; 0 where there is none.
+    """Factors of the sums of part of a tile, by row and by column, and their bias; each is 0 if it does not exist.
 
-    HIGH: rows of the weight that share a scale; 0 where there are none.
+    HIGH: rows of the weight that share a scale; 0 without scales.
     """
     r, _first, rows, d_out = where
     layout: gl.constexpr = _layout(PART, dtype.primitive_bitwidth)
@@ -439,7 +441,7 @@ def _factors(
 
 @gluon.jit
 def _settled(found, by, HIGH: gl.constexpr, BIAS: gl.constexpr):
-    """Sums scaled and with the bias."""
+    """Scale sums, and add the bias."""
     if HIGH > 0:
         found = found.to(gl.float32) * by[0] * by[1]
     if BIAS:
@@ -449,7 +451,7 @@ def _settled(found, by, HIGH: gl.constexpr, BIAS: gl.constexpr):
 
 @gluon.jit
 def _store_part(out_ptr, found, column, where, PAIR: gl.constexpr):
-    """Part of a tile of the result, from a column of it on; of a PAIR silu(gate) * up."""
+    """Store part of a tile of the result, from a column of it on; of a PAIR silu(gate) * up."""
     row, first, rows, d_out = where
     HIGH: gl.constexpr = found.shape[0]
     if PAIR:

@@ -1,10 +1,10 @@
-"""How the tiles of a product are divided among programs, one of which a multiprocessor runs.
+"""Division of the tiles of a product among programs, one of which a multiprocessor runs.
 
-Whole tiles go in rounds over all programs. Those that are left, fewer than the programs, are cut along the inner
-dimension into shares of one length, in one of two ways. Either no share has parts of two tiles: then a program writes
-one set of sums at most, and where more than half of the programs would have a tile each, none is cut. Or shares are
-EVEN: all programs have one, which may end in the next tile. Then sums are up to twice as many, so it is for few rows,
-whose sums are small and which wait for memory, of which 96 of 132 programs read 0.8 of what all do (on an H100).
+Whole tiles go in rounds over all programs. The tiles that are left, fewer than the programs, are cut along the inner
+dimension into shares of one length, in one of two ways. Either no share has parts of two tiles. Then a program writes
+one set of sums at most. No tile is cut where more than half of the programs would have one each. Or shares are EVEN:
+all programs have one, which may end in the next tile. Then sums are up to twice as many. So this is for few rows, whose
+sums are small and which wait for memory. There 96 of 132 programs read 0.8 of what all do (on an H100).
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -26,9 +26,9 @@ def _quotient(a, b):
 @triton.jit
 def _division(rows, d_out, d_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
               PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr = False):  # fmt: skip
-    """Tiles over rows and over columns, iterations of each, and how many are whole: the first ones.
+    """Tiles over rows and over columns, iterations of each, and the number of whole ones, which are the first.
 
-    Of the others, shares of each (0 if they are even) and iterations of a share.
+    For the other tiles, shares of each (0 if they are even) and iterations of a share.
     """
     across, along = tl.cdiv(rows, ROWS), tl.cdiv(d_out, COLUMNS)
     tiles, deep = across * along, tl.maximum(tl.cdiv(d_in, DEPTH), 1)
@@ -47,7 +47,7 @@ def _division(rows, d_out, d_in, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPT
 
 @triton.jit
 def _place(tile, across, along, GROUP: tl.constexpr):
-    """Which rows and which columns: GROUP tiles over rows next to each other, then the next columns."""
+    """Place of a tile over rows and over columns: GROUP tiles over rows next to each other, then the next columns."""
     wide = GROUP * along
     group = _quotient(tile, wide)
     inside, first = tile - group * wide, group * GROUP
@@ -58,7 +58,7 @@ def _place(tile, across, along, GROUP: tl.constexpr):
 
 @triton.jit
 def _pieces(division, PROGRAMS: tl.constexpr, EVEN: tl.constexpr = False):
-    """Of a program: whole tiles, and those and its shares of others."""
+    """Number of a program's whole tiles, and of these and its shares of other tiles together."""
     across, along, deep, whole, shares, share = division
     program = tl.program_id(0)
     mine = tl.cdiv(tl.maximum(whole - program, 0), PROGRAMS)
@@ -73,10 +73,10 @@ def _pieces(division, PROGRAMS: tl.constexpr, EVEN: tl.constexpr = False):
 
 @triton.jit
 def _piece(i, mine, division, PROGRAMS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr = False):
-    """Where a program's i-th piece lies, its first iteration and its end, and, where it is a share, of which tile.
+    """Place of a program's i-th piece over rows and columns, its first iteration and its end, and which share it is.
 
-    That is the tile's number among those shared, the share's, how many there are, and the place of the first of them in
-    the workspace, behind which the others lie.
+    A share has four numbers: the tile's number among those shared, the share's number, the number of shares, and the
+    place of the first of them in the workspace. The others lie behind that.
     """
     across, along, deep, whole, shares, share = division
     program = tl.program_id(0)

@@ -1,7 +1,7 @@
 """dgraph::route on CUDA: one program per row holds its experts in registers, a line for each group.
 
 A rank and a number are one integer (`key_of`), larger for a larger rank and, among equals, for a lower number. So the
-highest is a single maximum, ties are decided with it, and what is chosen is an expert whatever a padding row holds.
+highest is a single maximum, ties are decided with it, and the choice is an expert whatever a padding row holds.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -16,7 +16,7 @@ from dgraph.ops.route import check
 from dgraph.ops.triton.rows import dense_rows, power_of_two
 
 NONE = tl.constexpr(-(2**63))
-"""The key of what cannot be chosen; below that of any expert."""
+"""Key of a place that cannot be chosen; below that of any expert."""
 LOW = tl.constexpr(0x7FFFFFFF)
 """The lower 31 bits, all of an integer but its sign."""
 
@@ -55,7 +55,7 @@ def kernel(
 
 @triton.jit
 def key_of(value, number):
-    """A rank of fp32 and a number below 2**31 as one integer; no number is above all others."""
+    """A rank of fp32 and a number below 2**31 as one integer; NaN ranks above all others."""
     bits = value.to(tl.int32, bitcast=True)
     ordered = tl.where(value == value, bits ^ ((bits >> 31) & LOW), LOW)
     return (ordered.to(tl.int64) << 32) | (LOW - number)

@@ -1,4 +1,4 @@
-"""What the kernels share: which sequence a row belongs to, sizes of blocks, and how small ones start."""
+"""Helpers that the kernels share: the sequence of a row, sizes of blocks, and the early start of small kernels."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def dense_rows(x: Tensor) -> Tensor:
 
 
 def check_slots(op: str, **caches: Tensor) -> None:
-    """The values of a slot must be contiguous in each cache [pages, page, ...]."""
+    """Refuse caches [pages, page, ...] in which the values of a slot are not contiguous."""
     for name, cache in caches.items():
         expected = 1
         for size, stride in zip(reversed(cache.shape[2:]), reversed(cache.stride()[2:]), strict=True):
@@ -91,5 +91,5 @@ def owner_of(cu_ptr, b, row, BLOCK: tl.constexpr):
 
 @triton.jit
 def live_rows(cu_ptr, b, n):
-    """How many of n rows are live, by the last of b + 1 offsets."""
+    """Number of live rows among n, by the last of b + 1 offsets."""
     return tl.minimum(tl.load(cu_ptr + b), n).to(tl.int32)

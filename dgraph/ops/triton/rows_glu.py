@@ -11,8 +11,8 @@ from dgraph.ops.triton.rows_linear import Tiling, launch, tiling_for
 from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 FEW = 128
-"""Rows of 16 bits, as many as there is room for, up to which the library's product and an activation after it take less
-time: on an H100 up to a tenth (benchmarks/results/products.md). Rows that have tiles of few rows are not among them.
+"""Most rows of 16 bits that there is room for, at which the library's product and an activation after it are faster. On
+an H100 they save up to a tenth (benchmarks/results/products.md). Rows that have tiles of few rows are not among them.
 """
 
 

@@ -1,17 +1,19 @@
 """dgraph::rows_linear on CUDA.
 
-On Hopper GPUs warps have roles of their own (`product_roles`). What follows is for where they cannot have.
+On Hopper GPUs warps have roles of their own (`product_roles`). The following kernel is for devices and operands with
+which they cannot.
 
-One persistent kernel, one program per multiprocessor. Each reads the number of live rows, picks the tiles that a tiling
-has for so many, and derives its own work: whole tiles in rounds, and of the last round, where the tiles left would
-keep less than half of the device busy, one share of a tile. The shares of a tile are of one size, so that a program
-writes one set of sums at most. They go to a workspace, and a second kernel adds the shares of a tile up, in order.
+It is persistent, with one program per multiprocessor. Each program reads the number of live rows, picks the tiles that
+a tiling has for that number, and derives its own work. It takes whole tiles in rounds. If the tiles of the last round
+would keep less than half of the device busy, it takes one share of a tile there. The shares of a tile are of one size,
+so that a program writes one set of sums at most. They go to a workspace, and a second kernel adds the shares of a tile
+up, in order.
 
 Shares of an even cut, where a tile ends within a share, would keep every program busy; but their sums are twice as
 many, and took more time than the idle programs do.
 
-Few rows are bound by the reading of the weight. They take tiles as narrow as they are few, in which the weight is
-the left factor, because the matrix units have a least height but no least width.
+Few rows are bound by the reading of the weight. They take tiles as narrow as they are few. In these the weight is the
+left factor, because the matrix units have a least height but no least width.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class Tiling:
             )
 
     def cases(self) -> tuple[tuple[int, int, Tiles], ...]:
-        """What the kernel chooses from: above how many rows, up to how many, and tiles of exactly that width."""
+        """Cases that the kernel chooses from: rows above and up to which it holds, and tiles of exactly that width."""
         found: list[tuple[int, int, Tiles]] = []
         above = 0
         for tiles in self.tiles:
@@ -107,20 +109,20 @@ class Tiling:
 
 WIDTHS = (16, 32, 64)
 MOST_CASES = 6
-"""At most: the kernel has parameters for the blocks of so many."""
+"""Most cases of a tiling: the kernel has parameters for the blocks of this many."""
 WIDE = Tiling((Tiles(64, 64, 32, 2, up_to=64, weight_first=True), Tiles(64, 64, 32, 2)), warps=4, bulk=False)
-"""For fp32, whose products run outside of the matrix units and take many registers."""
+"""Tiling for fp32, whose products run outside of the matrix units and take many registers."""
 SOME = 4
 """Rows of a tile whose shares one program of the second kernel adds up at a time."""
 
 
 def tiling_for(itemsize: int) -> Tiling:
-    """The tiling for values of so many bytes: its tiles hold for any number of rows."""
+    """Choose the tiling for values of `itemsize` bytes; its tiles hold for any number of rows."""
     return Tiling(roles=True) if itemsize == 2 else WIDE
 
 
 def shape_of(x: Tensor, weight: Tensor) -> LinearShape:
-    """The shape of a call."""
+    """Shape of a call."""
     return LinearShape(x.shape[0], x.shape[1], weight.shape[0], dtype_name(x.dtype))
 
 
@@ -145,7 +147,7 @@ def kernel(
 def launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_rows: Tensor, tiling: Tiling, pair: bool = False
 ) -> Tensor:  # fmt: skip
-    """The product under a tiling; of a pair silu(gate) * up, where weight and bias have gate rows, then up rows.
+    """Multiply under a tiling; a pair, whose weight and bias have gate rows, then up rows, gives silu(gate) * up.
 
     A tile of a pair has half of its rows of the weight from either.
     """
@@ -184,7 +186,7 @@ def launch(
 
 
 def _blocks(x: Tensor, rows: int, columns: int, pair: bool = False) -> TensorDescriptor:
-    """Blocks of a matrix; of a pair with half of their rows from either half, beyond whose end they read zeros."""
+    """Blocks of a matrix; in a pair half of their rows are from either half, beyond whose end they read zeros."""
     if pair:
         x, block = x.unflatten(0, (2, -1)), [2, rows // 2, columns]
     else:

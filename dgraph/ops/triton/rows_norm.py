@@ -1,4 +1,4 @@
-"""dgraph::rows_norm on CUDA: each program takes every so many-th live row."""
+"""dgraph::rows_norm on CUDA: each of P programs takes every P-th live row."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dgraph.ops.rows_norm import check_sizes, dtype_of
 from dgraph.ops.triton.rows import dense_rows, live_rows, power_of_two
 
 PROGRAMS = 2048
-"""At most: enough to fill any device. One for each row of a large capacity would mostly find that there is none."""
+"""Most programs, enough to fill any device. With one for each row of a large capacity, most would find no live row."""
 
 
 def kernel(x: Tensor, weight: Tensor | None, eps: float, cu_rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""dgraph::rows_quantise on CUDA: each program takes every so many-th live row, and holds it in registers."""
+"""dgraph::rows_quantise on CUDA: each of P programs takes every P-th live row, and holds it in registers."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dgraph.ops.triton.scales import nearest
 from dgraph.quantised import KINDS
 
 ROUNDING = {"enable_fp_fusion": False}
-"""For the launch of a kernel that calls `rounded`: a number is rounded before the one that it is added to comes in."""
+"""Launch options of a kernel that calls `rounded`: a product is rounded before a number is added to it."""
 LEAST = tl.constexpr(torch.finfo(torch.float32).tiny)
 """Scales below it are not used."""
 
@@ -52,7 +52,7 @@ def _quantise_live_rows(
 @triton.jit
 def rounded(found, ROWS: tl.constexpr, INTEGERS: tl.constexpr, REACH: tl.constexpr):
     """Rows f32[ROWS, n] as `dgraph.quantised.quantised_rows` has them: numbers, in fp32, and scales f32[ROWS]."""
-    bits = tl.max(tl.abs(found).to(tl.int32, bitcast=True), 1)  # those of what is no number are above all others
+    bits = tl.max(tl.abs(found).to(tl.int32, bitcast=True), 1)  # the bits of NaN are above all others
     broken = bits >= 0x7F800000
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full([ROWS], REACH, tl.float32))
     scale = tl.where(scale < LEAST, 1.0, scale)

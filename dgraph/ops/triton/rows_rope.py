@@ -1,4 +1,4 @@
-"""dgraph::rows_rope on CUDA: each program takes every so many-th live row, all heads of it at once."""
+"""dgraph::rows_rope on CUDA: each of P programs takes every P-th live row, all heads of it at once."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations

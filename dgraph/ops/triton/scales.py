@@ -1,4 +1,4 @@
-"""What kernels share about keys and values in float8; see `dgraph.ops.scales`."""
+"""Helpers of kernels that read or write keys and values in float8; see `dgraph.ops.scales`."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ LARGEST, LEAST = tl.constexpr(scales.LARGEST), tl.constexpr(scales.LEAST)
 
 
 def check_scales(op: str, **pairs: tuple[Tensor, Tensor | None]) -> None:
-    """What is stored, and its scales: one for each vector, by head in a paged cache, which has four sizes; else
-    contiguous.
+    """Refuse stored vectors without scales, and scales that are not one for each vector.
+
+    Scales must lie by head in a paged cache, which has four dimensions, and else be contiguous.
 
     Raises:
         InputError: naming the op and the argument.
@@ -63,7 +64,7 @@ def nearest(x):
 
 @triton.jit
 def scales_at(page, place, PAGE: tl.constexpr, HEADS: tl.constexpr):
-    """Where the scales of a slot begin, of which each head has one every PAGE."""
+    """Place of a slot's first scale; those of the next heads follow every PAGE places."""
     return page * (PAGE * HEADS) + place
 
 
@@ -133,8 +134,9 @@ def load_scales(
     k_ptr, v_ptr, table_ptr, key, longest,
     PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """As `scales_of`, of the positions from `key` on, with pointers from a KV head on; with MASKED zeros from `longest`
-    on.
+    """Load scales as `scales_of` does, of the positions from `key` on, with pointers from a KV head on.
+
+    With MASKED they are zeros from `longest` on.
     """
     n = tl.arange(0, BLOCK_N)
     position = key + n

@@ -1,7 +1,7 @@
 """dgraph::select_tokens on CUDA: one program per sequence, and one for the padding rows.
 
-A rank is a count of larger scores, and a neighbour is loaded instead of exchanged, so that sequences of any
-length go through tiles of a fixed size. The float64 sums run in row order, as in the contract.
+A rank is a count of larger scores, and a neighbour is loaded instead of exchanged. So sequences of any length
+go through tiles of a fixed size. The float64 sums run in row order, as in the contract.
 """
 # mypy: disable-error-code="no-untyped-def, attr-defined"
 
@@ -50,7 +50,7 @@ def kernel(
 def _base(
     score_ptr, candidate_ptr, row, start, end, budget, threshold, by_spread, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Whether each of `row` is a candidate and in the base selection."""
+    """Flag each of `row` that is a candidate and in the base selection."""
     inside = row < end
     flag = (tl.load(candidate_ptr + row, mask=inside, other=0) != 0) & inside
     score = tl.load(score_ptr + row, mask=flag, other=0.0)

@@ -1,10 +1,10 @@
 """dgraph::sparse_attention on CUDA.
 
 Two launches write disjoint rows. `_attend_kept` takes the sequences that reuse what was kept, and the padding rows.
-As in paged_attention, a program takes a tile of rows of one sequence, all query heads of one KV head, and a share of
-the keys: first of the entries that the head keeps, then of the window. The entries of a head lie side by side, so
-that a block of them is one bulk copy from wherever it starts; heads keep different numbers of them, so that each
-head divides its own keys into shares. `_attend_rows` (`sparse_dense`) takes the sequences that see the key rows of
+As in paged_attention, a program takes a tile of rows, all query heads of one KV head, and a share of the keys. The rows
+are of one sequence. The keys are first the entries that the head keeps, then the window. The entries of a head lie side
+by side, so that a block of them is one bulk copy from wherever it starts. Heads keep different numbers of them, so that
+each head divides its own keys into shares. `_attend_rows` (`sparse_dense`) takes the sequences that see the key rows of
 the step; it is not launched if there are none. Each skips the tiles of the other.
 """
 # mypy: disable-error-code="no-untyped-def"
@@ -38,10 +38,10 @@ class Tiling:
     """Sizes of the launches.
 
     Attributes:
-        kept: of `_attend_kept`; its stages are those of the loop over the window, where a page is looked up in
+        kept: sizes of `_attend_kept`; its stages are those of the loop over the window, where a page is looked up in
             front of each load.
         kept_stages: iterations in flight over the entries, each of which takes a buffer.
-        dense: of `_attend_rows`, where block_m counts the rows of one query head; it has no shares.
+        dense: sizes of `_attend_rows`, where block_m counts the rows of one query head; it has no shares.
     """
 
     kept: attention_tiling.Tiling
@@ -54,7 +54,7 @@ def tiling_for(
 ) -> Tiling:
     """The tiling for a shape: n rows of b sequences, `heads` query and KV heads, room for `entries` packed entries.
 
-    How many keys a head sees is known to the device alone. Heads may keep more than their even share of the
+    The number of keys that a head sees is known to the device alone. Heads may keep more than their even share of the
     entries, and the window holds the rows or more; so twice the share and the rows stand for the keys.
     """
     keys = 2 * -(-entries // (max(b, 1) * heads[1])) + -(-n // max(b, 1))
@@ -155,7 +155,7 @@ def _load_some(
     k_ptr, v_ptr, table_ptr, key, low, high, k_page, k_slot, v_page, v_slot,
     PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Keys, values and which they are, of the positions from `key` on that lie in [low, high); else zeros."""
+    """Keys and values of the positions from `key` on, zeros for those outside of [low, high); and the positions."""
     position, d = key + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     inside = (position >= low) & (position < high)
     page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""What the kernels of sparse_attention share: blocks of rows, and the running softmax over them."""
+"""Helpers that the kernels of sparse_attention share: blocks of rows, and the running softmax over them."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def load_rows(
     row, d = first + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     k_at = row.to(tl.int64)[None, :] * k_row + d[:, None]
     v_at = row.to(tl.int64)[:, None] * v_row + d[None, :]
-    if MASKED:  # after them lies what is not this head's or not this sequence's, and may be NaN
+    if MASKED:  # rows after them are of another head or sequence, and may hold NaN
         seen = row < count
         k = tl.load(k_ptr + k_at, mask=seen[None, :] & (d < D)[:, None], other=0.0)
         v = tl.load(v_ptr + v_at, mask=seen[:, None] & (d < D)[None, :], other=0.0)
@@ -58,10 +58,10 @@ def load_rows(
 def fold(
     q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One block of keys added to the largest score, the sum of the weights and the weighted values of each row.
+    """Add one block of keys to the largest score, the sum of the weights and the weighted values of each row.
 
-    With MASKED a row need not see all of them, or any. by: of each row, what its scores are multiplied by. k_by, v_by:
-    scales as `scales_of` gives them, or None.
+    With MASKED a row need not see all of them, or any. by: factor of each row's scores. k_by, v_by: scales as
+    `scales_of` gives them, or None.
     """
     if k_by is not None:
         score = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * k_by[None, :]

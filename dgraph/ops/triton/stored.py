@@ -1,13 +1,13 @@
-"""Products by quantised weights on CUDA: what is stored of a weight is dequantised in registers.
+"""Products by quantised weights on CUDA, which are dequantised in registers.
 
-One program computes a tile: ROWS rows of x by COLUMNS rows of the weight; or, where tiles are fewer than the device
-can work on at a time, its share of one along the inner dimension, and the last to end adds the shares up. The weight is
+One program computes a tile: ROWS rows of x by COLUMNS rows of the weight. If tiles are fewer than the device can work
+on at a time, it computes a share of one along the inner dimension. The last to end adds the shares up. The weight is
 the left factor, whose numbers come from registers, and x the right one, of as few rows as there are. Where a scale is
-of a whole row of the weight, numbers are multiplied as they are and the sums scaled; where it is of a group of columns
-that a tile's iterations end with, the sums of an iteration; otherwise each number. In a PAIR a tile takes COLUMNS / 2
-rows of gate and as many of up (see product.py).
+of a whole row of the weight, numbers are multiplied as they are and the sums scaled. Where it is of a group of columns
+that a tile's iterations end with, the sums of an iteration are scaled, otherwise each number. In a PAIR a tile takes
+COLUMNS / 2 rows of gate and as many of up (see product.py).
 
-Rows of the weight beyond the last one are read as the last one is, and what comes of them is not written.
+Rows of the weight beyond the last one are read as the last one is, and their results are not written.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -29,7 +29,7 @@ from dgraph.ops.triton.words import kind_of, multiply_words
 from dgraph.quantised import WHOLE, QuantisedWeight
 
 OF_ROWS, OF_GROUPS, OF_NUMBERS = 0, 1, 2
-"""What is scaled: sums, sums of an iteration, or numbers before they are multiplied."""
+"""Values that are scaled: sums, sums of an iteration, or numbers before they are multiplied."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Tile:
 
     Attributes:
         up_to: the largest number of rows of x that takes it.
-        rows, columns: of the result; columns are rows of the weight.
+        rows, columns: size in the result; columns are rows of the weight.
         depth: inner values per iteration.
-        warps, stages: of a program, and iterations in flight.
-        programs: of a multiprocessor, which fewer tiles are shared among; 0: tiles are not shared.
+        warps, stages: warps of a program, and iterations in flight.
+        programs: programs of a multiprocessor, among which fewer tiles are shared; 0: tiles are not shared.
     """
 
     up_to: int
@@ -59,13 +59,13 @@ TILES = (
     Tile(64, 64, 128, 128, 4, 4, 4),
     Tile(2**31 - 1, 64, 128, 128, 4, 3),
 )
-"""By rising number of rows; chosen by timing of 15 on an H200, that of 32 rows without another beside it."""
+"""Tiles by rising number of rows; chosen by timing of 15 on an H200, that of 32 rows without another beside it."""
 SHARES, LEAST = 8, 4
 """Shares of a tile at most, and iterations of a share at least."""
 
 
 def tile_for(rows: int, tiles: Sequence[Tile] = TILES) -> Tile:
-    """The tile for so many rows of x."""
+    """Choose the tile for a number of rows of x."""
     return next(tile for tile in tiles if rows <= tile.up_to)
 
 
@@ -75,10 +75,10 @@ class Layout:
 
     Attributes:
         values: as they are stored, or, where kernels unpack these, their words of 32 bits; columns lie side by side.
-        scales, zeros: f32 [..., blocks of rows, blocks of columns]; zeros are the scales where there are none.
+        scales, zeros: f32 [..., blocks of rows, blocks of columns]; zeros are the scales if the weight has no zeros.
         high, group: rows and columns of a block.
-        scaled: what is: OF_ROWS, OF_GROUPS or OF_NUMBERS.
-        words: what they hold (words.py); 0: values are no words.
+        scaled: OF_ROWS, OF_GROUPS or OF_NUMBERS, the values that are scaled.
+        words: kind of numbers that words hold (words.py); 0: values are no words.
     """
 
     values: Tensor
@@ -91,7 +91,7 @@ class Layout:
 
     @classmethod
     def of(cls, weight: QuantisedWeight, depth: int, dtype: torch.dtype) -> Layout:
-        """For iterations over so many values, and a product in that dtype."""
+        """Lay a weight out for iterations over `depth` values, and a product in `dtype`."""
         high, group = weight.block
         rows, columns = weight.shape[-2:]
         high, group = (rows if high == WHOLE else high), (columns if group == WHOLE else group)
@@ -113,12 +113,13 @@ def launch(
     pair: bool = False,
     tile: Tile | None = None,
 ) -> Tensor:
-    """The product of x [N, d_in] and a quantised weight; of a pair silu(gate) * up. For many rows it is faster to
-    multiply by what `taken` gives.
+    """Multiply x [N, d_in] by a quantised weight; a pair gives silu(gate) * up.
+
+    For many rows it is faster to multiply by the weight that `taken` gives.
 
     Args:
-        cu_rows: the last entry says how many rows are live, on the device; the others are not written. None: all.
-        tile: in place of that for so many rows.
+        cu_rows: its last entry is the number of live rows, on the device; the others are not written. None: all are.
+        tile: overrides the tile for the number of rows.
     """
     (n, d_in), d_out = x.shape, weight.shape[0] // 2 if pair else weight.shape[0]
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
@@ -149,7 +150,7 @@ def _numbers(
     v_ptr, z_ptr, row, k, d_in, v_row, s_row, HIGH: tl.constexpr, GROUP: tl.constexpr, FOUR: tl.constexpr,
     ZEROS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """f32 numbers of rows of the weight, k and those after it, from which zeros are taken."""
+    """Numbers f32 of rows of the weight, column k and those after it, less their zeros."""
     column = k + tl.arange(0, DEPTH)
     there = (column < d_in)[None, :]
     if FOUR:
@@ -170,7 +171,7 @@ def _numbers(
 
 @triton.jit
 def _load_some(ptr, at, column, end, EVEN: tl.constexpr):
-    """What lies at places [..., columns], zeros from a column on unless the columns are known to end there."""
+    """Load places [..., columns]; zeros from column `end` on, unless EVEN says that columns end there."""
     return tl.load(ptr + at) if EVEN else tl.load(ptr + at, mask=(column < end)[None, :], other=0)
 
 
@@ -181,7 +182,7 @@ def _tile(
     ZEROS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """f32 sums [COLUMNS, ROWS] over columns begin..end of some rows of the weight and of x."""
+    """Sums f32 [COLUMNS, ROWS] over columns begin..end of some rows of the weight and of x."""
     NUMBERS: tl.constexpr = 8 if FOUR else 4  # of a word
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     of_rows = (row // HIGH).to(tl.int64) * s_row
@@ -226,7 +227,7 @@ def _multiply_stored(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, MOST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """MOST: how many shares a tile has at most."""
+    """Multiply a tile, or a share of one. MOST: the most shares of a tile."""
     WIDE: tl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     rows = _live_rows(cu_ptr, b, n) if COUNTED else n
     tile, own = tl.program_id(0) // shares, tl.program_id(0) % shares
@@ -258,8 +259,12 @@ def _multiply_stored(
 
 
 def multiply_grouped(x: Tensor, weight: QuantisedWeight, ends: Tensor) -> Tensor:
-    """x [N, d_in], whose rows up to ends[e] and from ends[e - 1] on are of weight e, by a stack of quantised weights
-    -> [N, d_out]; rows after the last end are not written.
+    """Multiply the rows of each expert by its quantised weight -> [N, d_out].
+
+    Args:
+        x: [N, d_in]; rows from ends[e - 1] on and up to ends[e] are multiplied by weight e.
+        weight: a stack of quantised weights.
+        ends: i32[E]; rows after the last end are not written.
     """
     n, d_out = x.shape[0], weight.shape[1]
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
@@ -282,7 +287,7 @@ def _multiply_group(
     ZEROS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One expert's rows, a tile after the other, by some rows of its weight."""
+    """Multiply one expert's rows, a tile after the other, by some rows of its weight."""
     expert = tl.program_id(0)
     begin = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
@@ -299,14 +304,14 @@ def _multiply_group(
 
 
 def taken(weight: Tensor | QuantisedWeight, x: Tensor) -> Tensor | QuantisedWeight:
-    """A weight as the product of rows x [..., columns] takes it: of many rows one that is stored is dequantised."""
+    """Weight as the product of rows x [..., columns] takes it: for many rows a quantised one is dequantised."""
     if isinstance(weight, QuantisedWeight) and dequantised_first(x, weight):
         return dequantised(weight, x.dtype)
     return weight
 
 
 def dequantised(weight: QuantisedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight [rows, columns] in a floating dtype, in memory of its own."""
+    """Dequantise a weight [rows, columns] to a floating dtype, in memory of its own."""
     rows, columns = weight.shape
     out = torch.empty((rows, columns), dtype=dtype, device=weight.values.device)
     high, depth = PLAIN

@@ -1,11 +1,11 @@
 """Products by quantised weights on Hopper GPUs, by warps with roles of their own (see product_roles.py).
 
-One warp loads boxes of x and of what is stored into a ring. Eight make bf16 of what is stored, in the registers from
-which the matrix units read their left factor, and multiply. The word in which a number lies decides which thread has
-it, and so its place along the inner dimension: four more warps put x into the order of these places.
+One warp loads boxes of x and of the stored weight into a ring. Eight convert stored numbers to bf16, in the registers
+from which the matrix units read their left factor, and multiply. The word that holds a number decides which thread has
+it, and so its place along the inner dimension. Four more warps put x into the order of these places.
 
-128 values along the inner dimension are a unit. A group of 4-bit numbers that has a scale is that long at least, so
-that sums of a unit are scaled, or those of all. An iteration has 128 bytes of each row of the weight: of 4-bit numbers
+128 values along the inner dimension are a unit. A group of 4-bit numbers that has a scale is at least that long. So
+sums of a unit are scaled, or those of all units. An iteration has 128 bytes of each row of the weight: of 4-bit numbers
 two units. A tile has 128 rows of the weight, of a pair 64 of gate and as many of up. Tiles that would leave a part of
 the device idle are shared (product_shares.py).
 """
@@ -55,10 +55,10 @@ TURNING, REGISTERS = gl.constexpr(4), gl.constexpr(56)
 SIDE = gl.constexpr(8)
 """Tiles over rows next to each other."""
 AHEAD = gl.constexpr(4)
-"""Units before which a scale is asked for: as many as `_scales` names."""
+"""Units by which the load of a scale is ahead of its use, as many as `_scales` names."""
 INT4_WORDS, FP8_WORDS = gl.constexpr(INT4), gl.constexpr(FP8)
 ROWS = (16, 32, 64)
-"""Of tiles: the fewest that hold all rows, or 64."""
+"""Rows of tiles; the fewest that hold all rows are taken, or 64."""
 FEW, MOST_ROWS = 32, 256
 """Rows up to which numbers of 8 bits are multiplied as fast by the kernel of stored.py, and rows for which this one is
 taken; for more of them a weight is dequantised first (benchmarks/results/quantised.md).
@@ -68,7 +68,7 @@ HELD, STAGES = 208 * 1024, 8
 
 
 def taken(weight: Tensor | QuantisedWeight, x: Tensor) -> Tensor | QuantisedWeight:
-    """A weight as the product of rows x [N, columns] takes it: dequantised where neither kernel is fast."""
+    """Weight as the product of rows x [N, columns] takes it: dequantised if neither kernel is fast."""
     if isinstance(weight, QuantisedWeight) and _fits(x, weight, Layout.of(weight, DEPTH.value, x.dtype)):
         return weight
     return stored.taken(weight, x)
@@ -77,7 +77,7 @@ def taken(weight: Tensor | QuantisedWeight, x: Tensor) -> Tensor | QuantisedWeig
 def launch(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, cu_rows: Tensor | None, pair: bool = False
 ) -> Tensor:  # fmt: skip
-    """The product of x [N, d_in] and a quantised weight as `stored.launch` gives it, by whichever kernel is faster."""
+    """Multiply x [N, d_in] by a quantised weight as `stored.launch` does, by whichever kernel is faster."""
     of = Layout.of(weight, DEPTH.value, x.dtype)
     if not _fits(x, weight, of):
         return stored.launch(x, weight, bias, cu_rows, pair)
@@ -85,7 +85,7 @@ def launch(
 
 
 def _fits(x: Tensor, weight: QuantisedWeight, of: Layout) -> bool:
-    """Whether the kernel in roles takes rows x by a weight, and is faster."""
+    """True if the kernel in roles takes rows x and a weight, and is faster."""
     few = 0 if of.words == INT4 else FEW
     if not few < len(x) <= MOST_ROWS or not x.shape[1] or not weight.shape[0]:
         return False
@@ -97,11 +97,11 @@ def _fits(x: Tensor, weight: QuantisedWeight, of: Layout) -> bool:
 def in_roles(
     x: Tensor, weight: QuantisedWeight, of: Layout, bias: Tensor | None, cu_rows: Tensor | None, pair: bool
 ) -> Tensor:  # fmt: skip
-    """The product by warps in roles.
+    """Multiply by warps in roles.
 
     Args:
         x, weight: in bf16; without zeros, with scales of rows or of whole iterations; both as the copy engine reads.
-        of: the weight for iterations of `DEPTH` values; it has words.
+        of: layout of the weight for iterations of `DEPTH` values; it has words.
     """
     (n, d_in), d_out = x.shape, weight.shape[0] // 2 if pair else weight.shape[0]
     out = torch.empty((n, d_out), dtype=x.dtype, device=x.device)
@@ -132,8 +132,10 @@ def _multiply_stored_in_roles(
     WORDS: gl.constexpr, OF: gl.constexpr, GROUP: gl.constexpr, COUNTED: gl.constexpr, BIAS: gl.constexpr,
     PAIR: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """UNITS: of an iteration. WORDS: what words of the weight hold. OF: rows of the weight that share a scale. GROUP:
-    columns that do; 0: all. SPLITS: shares of a tile at most.
+    """Multiply in roles.
+
+    UNITS: units of an iteration. WORDS: kind of numbers in words of the weight. OF: rows of the weight that share a
+    scale. GROUP: columns that do; 0: all. SPLITS: most shares of a tile.
     """
     x_held = gl.allocate_shared_memory(x_boxes.dtype, [STAGES * UNITS, ROWS, DEPTH], x_boxes.layout)
     w_held = gl.allocate_shared_memory(w_boxes.dtype, [STAGES * 2, HIGH, BYTES], w_boxes.layout)
@@ -167,7 +169,7 @@ def _multiply_stored_in_roles(
 def _work(
     sizes, ROWS: gl.constexpr, SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr
 ):  # fmt: skip
-    """How tiles are divided, and a program's whole tiles and pieces."""
+    """Division of the tiles, and numbers of a program's whole tiles and of its pieces."""
     rows, d_out, d_in = sizes
     WIDE: gl.constexpr = COLUMNS // 2 if PAIR else COLUMNS
     division = _division(rows, d_out, d_in, ROWS, WIDE, DEPTH * UNITS, PROGRAMS, SPLITS, True)
@@ -180,7 +182,7 @@ def _load_stages(
     x_boxes, w_boxes, ring, sizes,
     SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """Boxes of a program's pieces into the ring."""
+    """Load boxes of a program's pieces into the ring."""
     x_held, w_held, came, _turned, used = ring
     d_out = sizes[1]
     STAGES: gl.constexpr = came.shape[0]
@@ -211,7 +213,7 @@ def _turn_rows(
     ring, sizes,
     SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, WORDS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """x in the order of the places that numbers get, where it lies."""
+    """Put x into the order of the places that numbers get, in place."""
     x_held, _w_held, came, turned, _used = ring
     STAGES: gl.constexpr = came.shape[0]
     ROWS: gl.constexpr = x_held.shape[1]
@@ -237,7 +239,7 @@ def _turn_rows(
 
 @gluon.jit
 def _scales(own_ptr, first, last, GROUP: gl.constexpr):
-    """Scales of each row of the weight in as many units as are asked for ahead."""
+    """Scales of each row of the weight in the AHEAD units that are loaded ahead."""
     if GROUP > 0:
         found = (
             gl.load(own_ptr + gl.minimum(first, last - 1) * DEPTH // GROUP),
@@ -252,15 +254,16 @@ def _scales(own_ptr, first, last, GROUP: gl.constexpr):
 
 @gluon.constexpr_function
 def _of_words():
-    """The layout of words [128, 32]: a thread has what its part of a left factor is made of, 16 bytes at a time."""
+    """Layout of words [128, 32]: a thread has the words of its part of a left factor, 16 bytes at a time."""
     registers, lanes = [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0], [64, 0]], [], [128, 32])
 
 
 @gluon.jit
 def _numbers(word, layout: gl.constexpr, WORDS: gl.constexpr):
-    """A left factor, bf16 [128, 128]: the numbers of words i32 [128, 16] or [128, 32]. What words and threads have is
-    all that decides of their places, so that none changes its thread.
+    """Left factor, bf16 [128, 128], of the numbers of words i32 [128, 16] or [128, 32].
+
+    The words that threads have decide the places of the numbers, so that none changes its thread.
     """
     if WORDS == INT4_WORDS:
         n = _from_int4(word.reshape([COLUMNS, 4, 4]))
@@ -283,7 +286,7 @@ def _multiply_stages(
     SPLITS: gl.constexpr, UNITS: gl.constexpr, PROGRAMS: gl.constexpr, WORDS: gl.constexpr, OF: gl.constexpr,
     GROUP: gl.constexpr, BIAS: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
-    """What is stored of the next unit becomes bf16 while the matrix units multiply."""
+    """Multiply stages of the ring; numbers of the next unit become bf16 while the matrix units multiply."""
     x_held, w_held, came, turned, used = ring
     rows, d_out, d_in = sizes
     STAGES: gl.constexpr = came.shape[0]
@@ -360,7 +363,7 @@ def _places(found, where):
 
 @gluon.jit
 def _settled(pointers, found, skipped, where, SHARED: gl.constexpr, BIAS: gl.constexpr):
-    """Sums scaled and with the bias; `skipped` rows of the weight lie before those of the result."""
+    """Scale sums, and add the bias; `skipped` rows of the weight lie before those of the result."""
     _row, column = _places(found, where)
     there = column < where[3]
     if SHARED > 0:
@@ -379,7 +382,7 @@ def _store(out_ptr, found, where):
 
 @gluon.jit
 def _words_of(words, came, stage, turn, UNITS: gl.constexpr):
-    """The words of a stage, when they have come, by units."""
+    """Load the words of a stage, when they have come, by units."""
     mbarrier.wait(came.index(stage), turn)
     word = words.index(stage).load(_of_words())
     return gl.split(word.reshape([COLUMNS, 2, 16]).permute((0, 2, 1))) if UNITS == 2 else (word, word)

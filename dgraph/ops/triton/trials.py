@@ -1,7 +1,7 @@
-"""What a tiling is timed on: calls of a kernel on random values of a shape, as a decode step makes them.
+"""Workloads on which tilings are timed: calls of a kernel on random values of a shape, as a decode step makes them.
 
-Calls in a row take different data, more than an L2 cache holds, because a layer of a model finds neither its weights
-nor its keys there. What a shape does not say is taken as a step typically has it, and stated at each function.
+Calls in a row take different data, more than an L2 cache holds. A layer of a model, too, finds neither its weights nor
+its keys there. Facts that a shape does not give are as a step typically has them, and stated at each function.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dgraph.ops.triton import attention_tiling, lm_head, paged_attention, partia
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
 KEYS = 2048
-"""Keys that a sequence has, if its page table addresses so many."""
+"""Keys that a sequence has, if its page table addresses that many."""
 ROOM = 256 << 20
 """Bytes of the data that calls in a row take turns on: several times an L2 cache."""
 SETS = 8
-"""Calls in a row, at most."""
+"""Most calls in a row."""
 
 Call = Callable[[Any], Any]
 """A call of the kernel under a tiling; returns what it computed, without padding."""
@@ -98,7 +98,7 @@ class _Caches:
 
 
 def _unequal(rows: int, sequences: int) -> list[int]:
-    """How many of the rows each sequence has: half of the mean and one and a half in turn."""
+    """Number of rows of each sequence: half of the mean and one and a half in turn."""
     ends = [rows * (2 * s - s % 2) // max(1, 2 * sequences - sequences % 2) for s in range(sequences + 1)]
     return [end - begin for begin, end in pairwise(ends)]
 

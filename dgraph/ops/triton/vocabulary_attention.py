@@ -1,4 +1,4 @@
-"""dgraph::vocabulary_attention on CUDA: dgraph::vocabulary_part of all ids, and what its numbers and sums come to."""
+"""dgraph::vocabulary_attention on CUDA: dgraph::vocabulary_part of all ids, and results from its numbers and sums."""
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _finish(
     numbers_ptr, sums_ptr, best_ptr, confidence_ptr, token_ptr, entropy_ptr, soft_ptr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The results of a row; the sums of a row that is not live are zeros."""
+    """Write the results of a row; the sums of a row that is not live are zeros."""
     row = tl.program_id(0)
     numbers_ptr += row * 6
     token = tl.load(numbers_ptr + 5)

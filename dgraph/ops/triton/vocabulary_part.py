@@ -1,11 +1,11 @@
 """dgraph::vocabulary_part on CUDA.
 
-The sums of a row are as wide as the model, too wide for the registers of one multiprocessor, so a row cannot be kept
-there as attention keeps it. Instead ids are taken in chunks, and the two products of a chunk are the library's: rows by
-the chunk's weight into fp32 logits, and exp(x - largest) by the same weight onto the sums. Between them `_weigh_ids`
-holds a row's logits of the chunk in registers: it reads them once, brings what it finds together with the numbers of
-the chunks before, and writes exp(x - the largest so far), rounded to the dtype of h, over the logits that it read. What
-is kept of a chunk is therefore fp32 [rows, chunk].
+The sums of a row are as wide as the model, too wide for the registers of one multiprocessor. So a row cannot be kept
+there as attention keeps it. Instead ids are taken in chunks, and the two products of a chunk are the library's. One is
+rows by the chunk's weight into fp32 logits, the other exp(x - largest) by the same weight onto the sums. Between them
+`_weigh_ids` holds a row's logits of the chunk in registers. It reads them once, and merges their numbers with those of
+the chunks before. It writes exp(x - the largest so far), rounded to the dtype of h, over the logits that it read. So
+the memory of a chunk is fp32 [rows, chunk].
 
 The product cannot know how many rows are live, so it multiplies all; no row reads another.
 """
@@ -70,7 +70,7 @@ def kernel(
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """a @ b into `out` f32, or onto what it holds: products summed in fp32 and not rounded."""
+    """Write a @ b to `out` f32, or add it to what `out` holds; products are summed in fp32 and not rounded."""
     if a.dtype == torch.float32 or not a.is_cuda:  # only on CUDA does the library keep fp32 sums of halves
         a, b = a.float(), b.float()
         if add:
@@ -89,7 +89,7 @@ def _weigh_ids(
     b, n, start, count, ids_in_all, suppress, softcap, share_row,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A row of a chunk: its logits become exp(x - the largest so far), and the row's numbers and sums follow."""
+    """Replace a row's logits of a chunk by exp(x - the largest so far), and update the row's numbers and sums."""
     row = tl.program_id(0)
     column = tl.arange(0, CHUNK)
     share_ptr += row.to(tl.int64) * share_row
@@ -116,7 +116,7 @@ def _weigh_ids(
         key = tl.load(numbers_ptr + 4, mask=later, other=-1e30)
         token = tl.load(numbers_ptr + 5, mask=later, other=2147483648.0)
         highest = tl.maximum(earlier, top)
-        # What is no number stays so, and shows in the confidence.
+        # NaN stays NaN, and shows in the confidence.
         gap = tl.minimum(highest - x, 1e30, propagate_nan=tl.PropagateNan.ALL)
         share = tl.exp(-gap)
         tl.store(share_ptr + column, share.to(share_ptr.dtype.element_ty), mask=column < count)

@@ -1,7 +1,7 @@
-"""Quantised numbers as they lie in words of 32 bits, made bf16 by few instructions, and multiplied so.
+"""Conversion of quantised numbers in words of 32 bits to bf16 by few instructions, and products by them.
 
 A word has four numbers of 8 bits, or eight of 4. Instructions take two values of 16 bits at a time, in the halves of a
-register: so a number is paired with the one half a word after it, and a shift of the word brings up the next pair. The
+register. So a number is paired with the one half a word after it, and a shift of the word brings up the next pair. The
 i-th pairs of all words are a factor of their own, which meets the columns of x at the same places.
 
 Triton's own conversions, element by element, take 5 to 7 instructions of each number; these 2 to 3.
@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 FP8, INT8, INT4 = 1, 2, 3
-"""What words hold; 0: nothing that is known here."""
+"""Kinds of numbers that words hold; 0 stands for an unknown kind."""
 _KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8, torch.uint8: INT4}
 
 
 def kind_of(values: Tensor, dtype: torch.dtype) -> int:
-    """What the words of stored values hold, if these can be read so and are multiplied in bf16; else 0."""
+    """Kind of numbers in words of stored values, if these can be read as words and are multiplied in bf16; else 0."""
     whole = not (values.shape[-1] | values.data_ptr()) % 4 and not any(n % 4 for n in values.stride()[:-1])
     return _KINDS[values.dtype] if whole and dtype == torch.bfloat16 and values.device.type == "cuda" else 0
 
@@ -30,7 +30,7 @@ def kind_of(values: Tensor, dtype: torch.dtype) -> int:
 def multiply_words(
     word, x, acc, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """acc f32 [COLUMNS, ROWS] and the product of what words [COLUMNS, ...] hold by x bf16 [ROWS, DEPTH]."""
+    """Add to acc f32 [COLUMNS, ROWS] the product of the numbers in words [COLUMNS, ...] by x bf16 [ROWS, DEPTH]."""
     if KIND == 3:
         a, b, c, d, e, f, g, h = _from_int4(word)
         even, odd = tl.split(x.reshape(ROWS, DEPTH // 8, 2, 2, 2))
@@ -85,8 +85,10 @@ def _from_int4(word):
 
 @triton.jit
 def _from_fp8(word):
-    """Numbers i and i + 2 for i = 0, 1. Exponents of e4m3 count from 7 and those of bf16 from 127: so the bits of a
-    number, put where bf16 has them, are those of its 2**120th part; also where it has no leading one.
+    """Numbers i and i + 2 for i = 0, 1.
+
+    Exponents of e4m3 count from 7 and those of bf16 from 127. So the bits of a number, put where bf16 has them, are
+    those of its 2**120th part. This also holds for a number without a leading one.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -110,7 +112,7 @@ def _from_fp8(word):
 
 @triton.jit
 def _from_int8(word):
-    """Numbers i and i + 2 for i = 0, 1, by way of fp32, in which the bits of 2**23 + n end with n."""
+    """Numbers i and i + 2 for i = 0, 1, by way of fp32: there the bits of 2**23 + n end with n."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 t, u, one;
