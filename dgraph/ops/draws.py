@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def cu_rows_of(counts: Sequence[int]) -> Tensor:
-    """i32[b+1] row offsets from the number of rows of each sequence."""
+    """Row offsets i32[b+1] from the number of rows of each sequence."""
     return torch.tensor([0, *counts]).cumsum(0).int()
 
 
 def positions_of(counts: Sequence[int], starts: Sequence[int]) -> Tensor:
-    """i64[N]: rows of each sequence at consecutive positions from its start."""
+    """Positions i64[N] of rows that lie at consecutive positions from the start of their sequence."""
     parts = [torch.arange(start, start + count) for count, start in zip(counts, starts, strict=True)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def limits_of(counts: Sequence[int], starts: Sequence[int], block: int) -> Tensor:
-    """i32[N]: the end of each row's block."""
+    """Limits i32[N]: the end of each row's block."""
     return ((positions_of(counts, starts) // block + 1) * block).int()
 
 
@@ -39,7 +39,7 @@ def without_pages(args: tuple[Any, ...], at: int) -> tuple[Any, ...]:
 
 
 def page_table_of(lengths: Sequence[int], page: int, generator: torch.Generator) -> tuple[Tensor, int]:
-    """i32[b, P] with pages in random order (-1: none), and the number of pages in the pool.
+    """Page table i32[b, P] with pages in random order (-1: no page), and the number of pages in the pool.
 
     Two pages of the pool belong to no sequence.
     """

@@ -28,7 +28,7 @@ dgraph::lm_head_combine makes of the numbers of all ranks, 28 bytes a row and ra
 
 NUMBERS = 7
 LOWEST = -1e30
-"""Stands in for -inf where there is no x, because the difference of two infinities is NaN."""
+"""Stand-in for -inf where there is no x, because the difference of two infinities is NaN."""
 NO_TOKEN = 2**31 - 1
 MOST_IDS = 2**24
 """Number of ids that float32 tells apart."""

@@ -118,7 +118,7 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
 
 
 def _ends(counts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """i32[N]: the rows of a sequence all see its whole length."""
+    """Limits i32[N] of rows that all see the whole length of their sequence."""
     return torch.tensor(lengths).repeat_interleave(torch.tensor(counts)).int()
 
 

@@ -151,7 +151,7 @@ def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, c
 def mask_of(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Mask that `attend` adds to scores: -inf where `hidden` is True, 0 elsewhere.
 
-    A mask in the dtype of the queries is what the CPU kernel reads; it converts a boolean one several times slower.
+    The CPU kernel reads a mask in the dtype of the queries; it converts a boolean one several times slower.
     """
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 

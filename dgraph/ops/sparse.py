@@ -25,5 +25,5 @@ def spans_of(action: Tensor, wanted: int, *offsets: Tensor) -> Iterator[tuple[An
 
 
 def per_sequence(values: Sequence[Sequence[int]] | Sequence[int]) -> Tensor:
-    """i32[b, ...] from a list with an entry for each sequence."""
+    """Tensor i32[b, ...] from a list with an entry for each sequence."""
     return torch.tensor(values, dtype=torch.int32)

@@ -38,7 +38,7 @@ def shares_for(q: Tensor, splits: int) -> Shares:
 
 
 def finished(out: Tensor, shares: Shares | None, kind: str | None, cu_rows: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-    """Finish an attention: return out [N, H, D], or what dgraph::rows_quantise makes of it as rows [N, H * D].
+    """Finish an attention: return out [N, H, D], or the results of dgraph::rows_quantise on it as rows [N, H * D].
 
     Args:
         out: the results, which are still to be added up if there are shares.

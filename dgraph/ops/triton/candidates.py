@@ -1,7 +1,7 @@
 """Tilings that are worth timing for a shape: the default first, then changes of it that may be faster on a device.
 
-A list is short, because each tiling is compiled. Its tilings fit the kernel; whether they fit the device is found by
-running them. The tiles of products are among those that `benchmarks.rows_linear --tilings` times.
+A list is short, because each tiling is compiled. Its tilings fit the kernel. Only a run tells if they fit the device.
+The tiles of products are among those that `benchmarks.rows_linear --tilings` times.
 """
 
 from __future__ import annotations

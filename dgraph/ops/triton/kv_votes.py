@@ -125,7 +125,7 @@ def kernel(
 
 @triton.jit
 def lower_bound(values_ptr, count, bound, steps):
-    """For each of `bound`, how many of `count` ascending values are below it; `steps` above the log of `count`."""
+    """Count the values below each of `bound`, among `count` ascending ones; `steps` exceeds the log2 of `count`."""
     low = tl.zeros(bound.shape, tl.int32)
     high = low + count
     for _ in range(steps):

@@ -27,7 +27,7 @@ def kernel(sums: Tensor, full: Tensor, cu_rows: Tensor, share: float, adapt: Ten
 def _rank_rows(
     sums_ptr, full_ptr, adapt_ptr, similar_ptr, n, BLOCK: tl.constexpr, ADAPT: tl.constexpr
 ):  # fmt: skip
-    """similar = the cosine, -2 for no number, and 2 for a row that does not adapt."""
+    """Write similar = the cosine, -2 for NaN, and 2 for a row that does not adapt."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
     adapts = tl.load(full_ptr + row, mask=live, other=1) == 0

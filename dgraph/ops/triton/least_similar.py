@@ -69,7 +69,7 @@ def _compare(
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr, ADAPT: tl.constexpr,
     HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """similar = the cosine, -2 for no number, and 2 for a row that does not adapt; writes v to the cache."""
+    """Write similar = the cosine, -2 for NaN, and 2 for a row that does not adapt; write v to the cache."""
     row = tl.program_id(0).to(tl.int64)
     page, place = place_of(positions_ptr, table_ptr, cu_ptr, b, row, table_row, PAGE, OFFSETS)
     full = row < 0
@@ -94,7 +94,7 @@ def _compare(
 
 @triton.jit
 def ranked(dot, new, old):
-    """The cosine, -2 for no number."""
+    """Cosine by which rows are ranked, -2 for NaN."""
     found = cosine_of(dot, new, old)
     return tl.where(found == found, found, -2.0)
 
@@ -103,7 +103,7 @@ def ranked(dot, new, old):
 def _least(
     similar_ptr, full_ptr, share_ptr, cu_ptr, chosen_ptr, b, BLOCK: tl.constexpr, OFFSETS: tl.constexpr
 ):  # fmt: skip
-    """chosen = full, or among the first share * n of the n rows of the sequence that adapt."""
+    """Write chosen = full, or among the first share * n of the n rows of the sequence that adapt."""
     row = tl.program_id(0)
     if row >= tl.load(cu_ptr + b):
         tl.store(chosen_ptr + row, tl.full([], 0, tl.int1))

@@ -71,7 +71,7 @@ def kernel(
         tiling: overrides the sizes chosen for the shape.
         rotation: cos and sin, [N, 1, D] of any dtype, for a q that is not rotated yet (see dgraph::rope). It is rotated
             where it is loaded, in fp32, and rounded to its dtype.
-        kind: gives what dgraph::rows_quantise makes of the results as rows [N, Hq * D], counted by cu_rows.
+        kind: returns the results of dgraph::rows_quantise on the rows [N, Hq * D], counted by cu_rows, in this kind.
     """
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
     check_window("paged_attention", origin, window)

@@ -165,7 +165,7 @@ def _exact(
     OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr,
     NARROW: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """As many programs as run at a time share the tiles, so that a launch without a tile ends in one round."""
+    """Attend exact rows. As many programs as run at a time share the tiles; a launch without one ends in one round."""
     i = tl.arange(0, SEQUENCES)
     start = tl.load(offsets_ptr + i, mask=i < b, other=0)
     count = tl.load(offsets_ptr + i + 1, mask=i < b, other=0) - start

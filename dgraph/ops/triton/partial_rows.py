@@ -33,7 +33,7 @@ def divide(
 
     Returns:
         exact u8[N]: the row is in the index or full; padding rows are not.
-        order i32[2, N]: the exact rows in ascending order, and the other live rows; what follows a list is undefined.
+        order i32[2, N]: the exact rows in ascending order, and the other live rows; after them, anything.
         offsets i32[2, b+1]: offsets of each sequence in the two lists.
         slots i32[N]: page * slots of a page + place in it, of each live row.
         changed i32[2, K]: slot and position of each changed row.

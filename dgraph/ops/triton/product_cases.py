@@ -96,8 +96,9 @@ def _each(part):
 def _boxes(rows, columns, pair):
     """Boxes of the weight that are loaded for a tile, five numbers each.
 
-    The first two are the place of the first unit's box in the ring and the distance to that of the next unit, in rows
-    of a box. Then follow the first column in the tile; 1 if the box is of up in a pair, else 0; and rows of the box.
+    The first two are the place of the first unit's box in the ring, and the distance to that of the next unit. Both
+    count rows of a box. Then follow the first column in the tile; 1 if the box is of up in a pair, else 0; and rows of
+    the box.
     """
     found, column = [], 0
     for begin, wide in zip(_ring(rows, columns)[1:], _parts(rows, columns), strict=True):

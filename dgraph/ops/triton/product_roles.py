@@ -385,7 +385,7 @@ def _sum(part_ptr, share, part, offset, SIZE: gl.constexpr):
     at = _order(part)
     found = gl.zeros_like(part)
     for j in range(0, shares, AT_ONCE):
-        # Past the first level of cache, which knows nothing of what others write.
+        # Past the first level of cache, which does not see the writes of others.
         one = gl.load(part_ptr + j * SIZE + at, cache_modifier=".cg")
         two = _load_share(part_ptr, j + 1, shares, at, SIZE)
         if AT_ONCE == 4:

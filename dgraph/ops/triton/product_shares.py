@@ -18,7 +18,7 @@ import triton.language as tl
 def _quotient(a, b):
     """a // b for a from 0 to 2**20 and a positive b, in much less time than integers take.
 
-    The half keeps what is rounded away from an integer: it is 0.5 / b away at least, and the error below a / b / 2**21.
+    The half keeps the value that is rounded at least 0.5 / b away from an integer. The error is below a / b / 2**21.
     """
     return ((a + 0.5) / b.to(tl.float32)).to(tl.int32)
 

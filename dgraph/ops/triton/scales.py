@@ -52,10 +52,10 @@ def quantised(x):
 
 @triton.jit
 def nearest(x):
-    """f32 up to LARGEST, rounded to numbers of float8e4nv, ties to even.
+    """Round f32 values up to LARGEST to numbers of float8e4nv, ties to even.
 
-    By adding and subtracting a number so large that its last bit is worth as much as that of float8: then the
-    conversion, which not every back end rounds to even, is exact.
+    It adds and subtracts a number so large that its last bit is worth as much as that of float8. Then the conversion,
+    which not every back end rounds to even, is exact.
     """
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # at least that of 2 ** -6
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
@@ -90,7 +90,7 @@ def load_scaled(
     stored_ptr, scale_ptr, inside, first,
     PAGE: tl.constexpr, HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """f32[SOME, WIDTH]: the vectors of a slot from head `first` on, times their scales; zeros unless `inside`."""
+    """Vectors f32[SOME, WIDTH] of a slot from head `first` on, times their scales; zeros unless `inside`."""
     head, d = first + tl.arange(0, SOME), tl.arange(0, WIDTH)
     live = inside & (head < HEADS)
     there = live[:, None] & (d < D)[None, :]
@@ -102,9 +102,9 @@ def load_scaled(
 def halved(q):
     """Queries [M, D] in bf16 as float16 over a power of two for each row, and these f32[M]; others as they are, and 1.
 
-    Keys in float8 become what queries are, and GPUs convert float8 to float16 alone: bf16 takes a second conversion of
-    each number, by the unit that also computes exp2. A row's largest magnitude becomes 2**14 or more (if it was at
-    least 2**-87), so that numbers down to its 2**-21th part keep all bits.
+    Keys in float8 are converted to the dtype of queries, and GPUs convert float8 to float16 alone. With bf16 each
+    number takes a second conversion, by the unit that also computes exp2. A row's largest magnitude becomes 2**14 or
+    more (if it was at least 2**-87), so that numbers down to its 2**-21th part keep all bits.
     """
     if q.dtype == tl.bfloat16:
         wide = q.to(tl.float32)
@@ -121,8 +121,8 @@ def halved(q):
 def above(score, by, v_by):
     """A bound f32[M] of log2 of the weights times the scales of values, for scores [M, N] times `by`.
 
-    With weights relative to it what is multiplied by values is at most 1, and near that where it counts: it fits into
-    float16, whatever the scales are.
+    Relative to it, the factors by which values are multiplied are at most 1, and near 1 where they count. So they fit
+    into float16, whatever the scales are.
     """
     # By each row, in the layout of the scores: a maximum of v_by alone would make all warps meet.
     largest = tl.max(tl.broadcast_to(v_by[None, :], score.shape), 1).to(tl.int32, bitcast=True)
@@ -151,6 +151,6 @@ def load_scales(
 
 @triton.jit
 def scales_of(k_ptr, v_ptr, at, seen):
-    """f32 each: the scales of keys and values at places `at`; zeros unless `seen`."""
+    """Scales of keys and of values at places `at`, in f32; zeros unless `seen`."""
     k, v = tl.load(k_ptr + at, mask=seen, other=0.0), tl.load(v_ptr + at, mask=seen, other=0.0)
     return k.to(tl.float32), v.to(tl.float32)

@@ -1,6 +1,6 @@
 """dgraph::sparse_attention on CUDA.
 
-Two launches write disjoint rows. `_attend_kept` takes the sequences that reuse what was kept, and the padding rows.
+Two launches write disjoint rows. `_attend_kept` takes the sequences that reuse kept entries, and the padding rows.
 As in paged_attention, a program takes a tile of rows, all query heads of one KV head, and a share of the keys. The rows
 are of one sequence. The keys are first the entries that the head keeps, then the window. The entries of a head lie side
 by side, so that a block of them is one bulk copy from wherever it starts. Heads keep different numbers of them, so that
@@ -105,7 +105,7 @@ def kernel(
 
     Args:
         tiling: overrides the sizes chosen for the shape.
-        kind: gives what dgraph::rows_quantise makes of the results as rows [N, Hq * D], counted by cu_rows.
+        kind: returns the results of dgraph::rows_quantise on the rows [N, Hq * D], counted by cu_rows, in this kind.
     """
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
     paged, packed = (k_cache_scale, v_cache_scale), (k_pack_scale, v_pack_scale)
@@ -242,7 +242,7 @@ def _attend_kept(
             k_by, v_by = None, None
         top, total, acc = fold(q, k, v, True, top, total, acc, by, k_by, v_by, PRECISION, False)
 
-    # Of the window, what every row of the tile sees needs no mask.
+    # Blocks of the window that every row of the tile sees need no mask.
     from_block, to_block = tl.maximum(first - packed, 0) + base, tl.maximum(last - packed, 0) + base
     plain = tl.minimum(tl.maximum(tl.cdiv(low, BLOCK_N), from_block), to_block)
     after = tl.maximum(tl.minimum(shortest // BLOCK_N, to_block), plain)

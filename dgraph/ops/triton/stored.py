@@ -34,7 +34,7 @@ OF_ROWS, OF_GROUPS, OF_NUMBERS = 0, 1, 2
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a tile, and of what computes it.
+    """Sizes of a tile, and of the program that computes it.
 
     Attributes:
         up_to: the largest number of rows of x that takes it.
@@ -251,7 +251,7 @@ def _multiply_stored(
         if last:
             acc = tl.zeros_like(acc)
             for i in tl.static_range(MOST):
-                # Past the first level of cache, which knows nothing of what others write.
+                # Past the first level of cache, which does not see the writes of others.
                 share_ptr = part_ptr + i * (ROWS * COLUMNS) + at
                 acc += tl.load(share_ptr, mask=at * 0 + i < shares, other=0.0, cache_modifier=".cg")
     if last:

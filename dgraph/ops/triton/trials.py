@@ -1,7 +1,8 @@
 """Workloads on which tilings are timed: calls of a kernel on random values of a shape, as a decode step makes them.
 
-Calls in a row take different data, more than an L2 cache holds. A layer of a model, too, finds neither its weights nor
-its keys there. Facts that a shape does not give are as a step typically has them, and stated at each function.
+Calls in a row take different data, more than an L2 cache holds. The reason: a layer of a model finds neither its
+weights nor its keys there. Facts that a shape does not give are as a step typically has them, and stated at each
+function.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SETS = 8
 """Most calls in a row."""
 
 Call = Callable[[Any], Any]
-"""A call of the kernel under a tiling; returns what it computed, without padding."""
+"""A call of the kernel under a tiling; returns its results, without padding."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class _Caches:
         if stored == FLOAT8:
             k_scale, v_scale = (by_head(each[..., 0].float().abs() + 0.5) for each in (self.k, self.v))
             self.scales = k_scale, v_scale
-        # Where the keys do not fit into the pool, sequences share pages; still no cache holds them all.
+        # If the keys do not fit into the pool, sequences share pages; still no cache holds them all.
         order = draw.order(pool).int().repeat(-(-sets * needed // pool))[: sets * needed]
         width = max(1, shape.keys // shape.page)
         self.tables = []
