@@ -86,8 +86,8 @@ class Op:
         rounded: the arguments whose rows it multiplies by its weight. dgraph::round_rows may have rounded them to the
             kind of numbers in which the weight is stored. In their place a program then gives reference, kernel and
             `workspace` a `dgraph.quantised.QuantisedRows`.
-        rounds: True if its kernel takes `kind`. With it the kernel returns, in place of its one result [N, ...], the
-            results of dgraph::rows_quantise on the live rows [N, d] of that result.
+        rounds: True if its kernel takes `kind`. With it the kernel returns the results of dgraph::rows_quantise on the
+            live rows [N, d] of its one result [N, ...], in place of that.
         workspace: takes a device and a call's arguments, and looks only at sizes and dtypes. It gives the bytes that
             the call there allocates beside its results and frees again: the peak of those that grow with the rows.
             None: next to nothing.

@@ -1,7 +1,7 @@
 """Statistics of each row's distribution that a decoding rule asks for, computed while the logits of a chunk exist.
 
-A statistic is a small frozen dataclass. It computes its value from a chunk of logits in plain torch, and chooses the
-numbers that it keeps of the distribution for the next step. `dgraph::lm_head` gives `MARGIN` and `ENTROPY` of every
+A statistic is a small frozen dataclass. It computes its value from a chunk of logits in plain torch. It also chooses
+the numbers that it keeps of the distribution for the next step. `dgraph::lm_head` gives `MARGIN` and `ENTROPY` of every
 candidate by itself; all others, a user's own among them, are computed by `dgraph::lm_head_measured`.
 """
 
