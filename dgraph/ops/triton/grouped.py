@@ -152,7 +152,7 @@ def _multiply_units_of_groups(
     x_blocks, w_blocks, out_ptr, ends_ptr, size, d_in,
     SILU: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and gate the rows of a group. COLUMNS: of the result, each from a row of gate and one of up."""
+    """Multiply and gate the rows of a group. COLUMNS: columns of the result, each from a row of gate and one of up."""
     first, group = tl.program_id(0) * COLUMNS, tl.program_id(1)
     begin = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     end = tl.load(ends_ptr + group)

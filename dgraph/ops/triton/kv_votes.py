@@ -43,7 +43,7 @@ class Tiling:
         block_n: keys per iteration of the first pass.
         keys: keys of a tile of the second pass.
         block_v: rows of the stacked matrix per iteration of the second pass.
-        warps, stages: of both passes.
+        warps, stages: warps and pipeline stages of both passes.
         resident: programs of the first pass on a multiprocessor.
     """
 

@@ -30,8 +30,8 @@ class Case:
 
     Attributes:
         above, up_to: the range, without and with its end.
-        rows, columns: of a tile: 128 by 64, 96, 128, 192 or 256; or `FEW`, of which the range has no more, by 32, 48,
-            64 or 96. In a pair (see product.py) 128 by 128 or 256, or `FEW` by 64 or 128.
+        rows, columns: size of a tile: 128 by 64, 96, 128, 192 or 256; or, for a range of at most `FEW` rows, `FEW` by
+            32, 48, 64 or 96. In a pair (see product.py) 128 by 128 or 256, or `FEW` by 64 or 128.
         splits: shares of a tile at most; 1, as one of 128 by 256 must have, divides none.
     """
 

@@ -86,7 +86,7 @@ def launch(
     Args:
         cu_rows: None: all rows are live.
         choices: the cases; for every number of rows there is one.
-        programs: as many as the device has multiprocessors.
+        programs: number of programs, that of the device's multiprocessors.
         group: tiles over rows next to each other.
         scales: for numbers of 8 bits: f32 of each row of x, f32 of the weight, and how many of its rows share one.
     """

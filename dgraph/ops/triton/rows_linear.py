@@ -39,8 +39,8 @@ class Tiles:
     """Sizes of the tiles that one range of row counts takes.
 
     Attributes:
-        rows: of a tile.
-        columns: of a tile: rows of the weight.
+        rows: rows of a tile.
+        columns: columns of a tile, which are rows of the weight.
         depth: inner values per iteration.
         stages: iterations in flight.
         up_to: the largest row count that takes these tiles.
@@ -60,12 +60,12 @@ class Tiling:
     """Sizes of one launch.
 
     Attributes:
-        tiles: by rising row count; the last are for any number of rows above the others'.
-        warps: of the product.
-        splits: shares of a tile at most; 1 divides none.
+        tiles: tiles by rising row count; the last are for any number of rows above the others'.
+        warps: warps of the product.
+        splits: most shares of a tile; 1 divides none.
         group: tiles over rows that run side by side on one part of the weight.
         bulk: load with the bulk copy engine where layout and device allow.
-        programs: per multiprocessor.
+        programs: programs per multiprocessor.
         roles: give loading and multiplying to warps of their own, in tiles of their own, where layout, dtype and device
             allow (`product_roles`); the sizes are for where they do not.
 
