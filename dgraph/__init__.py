@@ -84,7 +84,7 @@ _HOMES = {
 """The module below dgraph that each public name comes from."""
 
 _MODULES = ("parallel", "ray")
-"""Those that are named without an import of their own: `dgraph.parallel.init()`."""
+"""Modules that `import dgraph` makes available by name: `dgraph.parallel.init()`."""
 
 __all__ = list(_HOMES)
 

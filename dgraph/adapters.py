@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What is added to one weight: scale * up @ down.
+    """Low-rank addend of one weight: scale * up @ down.
 
     Attributes:
         down, up: [r, inputs] and [outputs, r].

@@ -146,8 +146,8 @@ def optimize(
         progress: called with what is being done, for display.
         mesh: ranks over which the model is divided, see `dgraph.parallel`; each calls this alike, and then `generate`.
         weights: "fp8", "int8", "int4", "fp8:lm_head=true,embeddings=true" and the like (`dgraph.captured.quantising`),
-            or a `dgraph.passes.QuantizeWeights`: weights are stored so. Those of a name or folder are read and
-            quantised one by one; a model object keeps its own tensors besides.
+            or a `dgraph.passes.QuantizeWeights`: the format in which weights are stored. Weights of a name or folder
+            are read and quantised one by one. A model object keeps its own tensors besides.
         options: the recipe's options, e.g. `alpha=1.8`; and, instead of a `Compilation`, its fields by keyword:
             backend, buckets, graphs, warmup, artifacts, tune, check.
 

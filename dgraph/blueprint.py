@@ -1,4 +1,4 @@
-"""Engines as a value: whoever has it can build them, in this process or in another one."""
+"""Engines as a value, from which this process or another one can build them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Weights = str | QuantizeWeights | None
-"""How weights are stored: as a text (see `quantising`), the pass with its settings, or as they are."""
+"""Storage of weights: a text (see `quantising`), the pass with its settings, or None for weights as they are."""
 
 # Of a model, its graphs with quantised weights, as long as both live and its parameters are as they were: recipes of
 # one model share these weights.
@@ -35,17 +35,17 @@ _QUANTISED: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[tup
 
 
 def quantising(weights: Weights) -> QuantizeWeights | None:
-    """The pass that stores weights so; None for weights as they are.
+    """Return the pass that stores weights in a format; None for weights as they are.
 
     Args:
         weights: FORMAT[:KEY=VALUE,...], as "fp8" or "int4:block=1x64,lm_head=true,embeddings=true". The format is one
             of `SPELLINGS`; "w8a8" alone rounds the rows that meet the weights of a checkpoint that came in 8 bits. A
-            key is a field of `QuantizeWeights`: those of true or false, block as ROWSxCOLUMNS (-1 for all), and which
-            and but, each with one pattern, which may be repeated.
+            key is a field of `QuantizeWeights`: its booleans as true or false, `block` as ROWSxCOLUMNS (-1 for all),
+            `which` and `but`. The last two take one pattern each and may be repeated.
 
     Raises:
         UnknownName: an unknown format or key.
-        InputError: neither a text nor the pass, a value that is none of its key, or what the pass refuses.
+        InputError: neither a text nor the pass, a value that its key cannot have, or what the pass refuses.
     """
     if weights is None or isinstance(weights, QuantizeWeights):
         return weights

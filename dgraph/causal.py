@@ -45,7 +45,7 @@ class Causal:
 
 
 class Loader(Protocol):
-    """How to load some autoregressive models."""
+    """Loader of some autoregressive models."""
 
     def __call__(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Causal | None:
         """The model of that name or in that folder; None if it is for another loader.

@@ -1,4 +1,4 @@
-"""How a program is compiled, as one value: `Compilation`."""
+"""Settings by which a program is compiled, as one value: `Compilation`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS = ("numerics",)
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """What is captured and timed before the first call; see `Optimized.warm_up`.
+    """Sizes for which graphs are captured and kernels timed before the first call; see `Optimized.warm_up`.
 
     Attributes:
         batch: sequences at a time, at least 1.
@@ -44,9 +44,9 @@ class Compilation:
         warmup: None records a CUDA graph when its bucket is first met; a `WarmUp` records all of them now.
         artifacts: where compiled code and captured graphs are stored for later processes: True for the user's artifact
             cache (see `dgraph cache path`), False for nowhere, or a folder.
-        tune: on a GPU, let kernels take the tilings (sizes of launches) that were the fastest on this kind of device: a
-            warm-up times them for the shapes that it meets, once, and stores the choices in the cache; without a cache
-            none is timed. A tiling changes the order of sums, so results may differ in the last bits from those of
+        tune: on a GPU, let kernels take the tilings (sizes of launches) that were the fastest on this kind of device. A
+            warm-up times them once for the shapes that it meets, and stores the choices in the cache. Without a cache
+            no tiling is timed. A tiling changes the order of sums, so results may differ in the last bits from those of
             another tiling. False for the tilings that kernels derive from shapes.
         check: "numerics" runs every pass of the recipe on small inputs first, and refuses one that is not what it
             declares (see `dgraph.numerics.check_effects`); it takes seconds, and more for a large model on a CPU. ""

@@ -1,7 +1,7 @@
-"""Where a division goes: what each rank has of every value, if it has parts of some weights.
+"""Propagation of divisions: the part that each rank has of every value, if it has parts of some weights.
 
-From the weights on, each call is looked at in order. A value is whole (the same on all ranks), divided along one
-dimension (some heads, some outputs, some ids), or a partial sum: its sum over ranks is the value. An op passes a
+Calls are visited in order, from the weights on. A value is whole (the same on all ranks), divided along one dimension
+(some heads, some outputs, some ids), or a partial sum. The sum of a partial sum over ranks is the value. An op passes a
 division on by a rule of its own; one without a rule may read whole values alone. Arguments that count what is divided
 (the sizes of a split, of a reshape) are changed to what a rank has.
 """
@@ -33,10 +33,10 @@ HINT = (
 
 @dataclass(frozen=True)
 class Division:
-    """How a value is divided.
+    """Division of a value over ranks.
 
     Attributes:
-        dim: along which dimension; -1 for a partial sum, which is of the value's own shape.
+        dim: the dimension that is divided; -1 for a partial sum, which has the value's own shape.
         parts: for each of the parts that lie there one after the other, its whole length and a rank's share of it.
         of: the weight by which it became so.
     """
@@ -47,12 +47,12 @@ class Division:
 
     @property
     def is_partial(self) -> bool:
-        """Whether it is a partial sum."""
+        """True for a partial sum."""
         return self.dim < 0
 
     @property
     def own(self) -> int:
-        """What a rank has along the dimension."""
+        """Length of a rank's share along the dimension."""
         return sum(part[1] for part in self.parts)
 
     def text(self) -> str:
@@ -137,7 +137,7 @@ class Divided:
         return isinstance(found, Division) and found.is_partial
 
     def _takes_partial(self, node: Node, read: Sequence[Node]) -> bool:
-        """Whether a call of partial sums is one too, and nothing else reads these: one sum over ranks does for all."""
+        """True if a call on partial sums gives one and is their only reader: one sum over ranks serves all."""
         if any(len(arg.users) > 1 for arg in read) or not is_linear(node):
             return False
         if node.target is aten.add.Tensor and not node.kwargs:

@@ -112,7 +112,7 @@ class UnknownName(DgraphError, KeyError):
 
 
 class DgraphWarning(UserWarning):
-    """What dgraph found amiss and goes on with; the message says how."""
+    """Warning of a fault that dgraph works around; the message says how."""
 
 
 def warn(message: str) -> None:

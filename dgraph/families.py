@@ -1,10 +1,11 @@
 """Model families: found through the entry-point group `dgraph.models`, never imported by name.
 
-An entry point is a `Family` (adopts model objects, loads checkpoint folders) or an `Embedded` model (a name for a
-folder that is installed with its package). Another project adds a family by declaring an entry point of that group.
+An entry point is a `Family` or an `Embedded` model. A family adopts model objects and loads checkpoint folders. An
+embedded model is a name for a folder that is installed with its package. Another project adds a family by declaring an
+entry point of that group.
 
-A new family takes one file. Where a class of transformers computes what the model computes, the file says what differs,
-and checkpoint folders load and model objects are adopted from then on:
+A new family takes one file. If a class of transformers computes the same function as the model, the file states the
+differences. From then on checkpoint folders load and model objects are adopted:
 
     from dgraph.models.remote_code import RemoteCodeFamily, require
 
@@ -78,13 +79,15 @@ class ChatTokenizer(Tokenizer, Protocol):
     """
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of messages {"role", "content"}, up to where the assistant's next turn begins; raises `InputError` for a
-        conversation that has no form. What looks like a special token in a message is text.
+        """Ids of messages {"role", "content"}, up to where the assistant's next turn begins.
+
+        A message that contains the text of a special token is encoded as text. Raises `InputError` for a conversation
+        that has no form.
         """
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text as it is, after those that a text begins with. What looks like a special token is text."""
+        """Ids of a text as it is, after the ids that begin every text; a special token's text is encoded as text."""
         ...
 
 
@@ -167,9 +170,10 @@ class Family(Protocol):
     def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
         """A checkpoint folder (an absolute path) of this family; None if its config names another family.
 
-        Its parameters are `dgraph.weights.hollow`, of this dtype (None: that of the checkpoint) and on this device, and
-        stand for those in `Model.weights`: who loads the model reads all of them, a rank its parts. A family may also
-        give parameters that are read already, and no `Model.weights`. `facts` are as in `adopt`.
+        Its parameters are `dgraph.weights.hollow`, of this dtype (None: that of the checkpoint) and on this device.
+        They stand for the weights in `Model.weights`: a caller that loads the model reads all of them, a rank its
+        parts. A family may also give parameters that are read already, and no `Model.weights`. `facts` are as in
+        `adopt`.
         """
         ...
 
@@ -224,7 +228,7 @@ class Embedded:
 
 
 def _entries() -> dict[str, Family | Embedded]:
-    """What can be used of the group; of the rest a warning tells."""
+    """Usable entries of the group by name; warns of each entry that cannot be used."""
     found: dict[str, Family | Embedded] = {}
     for name in entry_points(GROUP):
         try:
@@ -261,11 +265,11 @@ def resolve(
     opened: bool = False,
     **facts: Any,
 ) -> Model:
-    """A `Model` from whatever names one.
+    """Return the `Model` that a name, a folder or an object stands for.
 
     Args:
-        model: the name of an embedded model, a checkpoint folder, an id of a checkpoint (see `dgraph.hub`), a model
-            object of a known family, or a `Model`.
+        model: the name of an embedded model, a checkpoint folder or an id of a checkpoint (see `dgraph.hub`). Or a
+            model object of a known family, or a `Model`.
         dtype: of the loaded weights, as a torch.dtype or by name ("float32", "bfloat16", "float16"; "bf16" and the
             like). "auto" is the checkpoint's own. None is float32 on a CPU, and the checkpoint's own on a GPU. An
             object keeps its dtype, so another one is refused for it.

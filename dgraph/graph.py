@@ -283,7 +283,7 @@ class Graph(Described):
         self.fx.erase_node(old)
 
     def sweep(self) -> int:
-        """Remove calls whose value nobody reads and which write nothing, then unread inputs; returns how many."""
+        """Remove unread calls that write nothing, unread inputs and weights; returns the number of removed calls."""
         removed = 0
         for node in reversed(self.calls):
             op = op_of(node.target)
@@ -327,13 +327,13 @@ class Graph(Described):
         instead: Mapping[Node, Node] | None = None,
         but: Collection[Node] = (),
     ) -> Listed:
-        """Go on with the flagged rows alone from a node on: a new row set (K, K1, ...).
+        """Continue with the flagged rows alone from a node on: a new row set (K, K1, ...).
 
-        What the node and those after it read is gathered, offsets included, and the output `kept` i64[K] gives the
-        number that each row had among all rows of the step. A program may keep rows several times, at any places.
+        All values that the node and later ones read are gathered, offsets included. The output `kept` i64[K] numbers
+        each row among all rows of the step. A program may keep rows several times, at any places.
 
         Args:
-            flag: bool over a row set; which of its rows go on.
+            flag: bool over a row set, true for rows that go on.
             before: the first node that runs on these.
             by: the pass.
             like: where layer and role of the new calls come from; of `before` if None.
@@ -379,7 +379,7 @@ class Graph(Described):
         return before
 
     def listed(self, call: Node, by: str) -> Listed:
-        """What a `list_kept` or `keep_index` makes, as nodes: those that are there, or new ones."""
+        """Parts of the result of a `list_kept` or `keep_index`, as nodes: existing ones, or new ones."""
         parts = {args_of(part)[1]: part for part in call.users}
         for i in sorted({0, 1} - parts.keys()):  # nobody has read it yet
             previous = parts[0] if i else call
@@ -438,8 +438,8 @@ class Graph(Described):
     def on_rows_of(self, value: str | Node, like: Node, by: str) -> Node:
         """A value that has one entry per row (an input by its name), carried to the row set of `like`.
 
-        Where rows were gathered on the way (an eviction), it is gathered with them: the entry is added to the
-        `compact` call that made the row set.
+        If rows were gathered on the way (an eviction), the value is gathered with them. It is added to the `compact`
+        call that made the row set.
         """
         node, wanted = self.input(value) if isinstance(value, str) else value, self.row_set(like)
         while self.row_set(node) != wanted:
@@ -466,7 +466,7 @@ class Graph(Described):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next((t.device for t in self.tensors.values()), torch.device("cpu"))
 
     def copy(self) -> Graph:

@@ -1,8 +1,9 @@
 """Ranks that hold a model together, by the name of their group.
 
-A sharded graph names its group ("tp") and not its members: the same program runs on every rank, and in every place
-where that group is joined. Who joins it says by what means (`dgraph.parallel`); one process may be several ranks, each
-in a thread of its own (`dgraph.testing.ranks`), so what a name means belongs to the context of a thread.
+A sharded graph names its group ("tp") and not its members. So the same program runs on every rank, and in every process
+that joins that group. The caller of `join` chooses the means of communication (`dgraph.parallel`). One process may be
+several ranks, each in a thread of its own (`dgraph.testing.ranks`). So a group's name is resolved in the context of a
+thread.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from dgraph.sharding import Sharding
 
 
 class Group(Protocol):
-    """What a group does for its ranks: two collectives for tensors of the device, and messages between their hosts.
+    """Communication among the ranks of a group: two collectives for device tensors, and messages between hosts.
 
     Every rank calls the same collectives in the same order, with tensors of the same shape and dtype; all get the same
-    bits. Messages are values that pickle takes, few and small. Whatever waits raises `RankLost` when a rank has ended.
+    bits. Messages are values that pickle takes, few and small. Every call that waits raises `RankLost` when a rank has
+    ended.
     """
 
     @property
     def rank(self) -> int:
-        """Which of the ranks this one is, from 0."""
+        """Index of this rank, from 0."""
         ...
 
     @property
     def world(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -45,12 +47,12 @@ class Group(Protocol):
 
     @property
     def recordable(self) -> bool:
-        """Whether its collectives can be part of a CUDA graph."""
+        """True if its collectives can be part of a CUDA graph."""
         ...
 
     @property
     def checks(self) -> bool:
-        """Whether ranks compare what they do as they go: slow, to find out where they part."""
+        """True if ranks compare their calls as they go, which is slow, to find the first difference."""
         ...
 
     def tell(self, message: object) -> None:
@@ -58,15 +60,15 @@ class Group(Protocol):
         ...
 
     def hear(self) -> Any:
-        """What rank 0 tells next; the others wait for it here."""
+        """Wait for the next message of rank 0 and return it; called by the other ranks."""
         ...
 
     def exchange(self, value: object) -> list[Any]:
-        """What each rank gives, by rank, when all have."""
+        """Wait until every rank has given a value, and return all values in order of rank."""
         ...
 
     def check(self) -> None:
-        """Raises `RankLost` if a rank has ended."""
+        """Raise `RankLost` if a rank has ended."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -124,7 +126,7 @@ def group_of(name: str) -> Group:
 
 
 def ranks_of(sharding: Sharding | None) -> Group:
-    """Who holds a graph that is divided so; None: this process alone.
+    """Return the group that holds a graph of a sharding; for None, a group of this process alone.
 
     Raises:
         InputError: this process has not joined the group, or it has another number of ranks.
@@ -141,7 +143,7 @@ def ranks_of(sharding: Sharding | None) -> Group:
 
 
 class Alone:
-    """A group of one rank, which has nobody to tell."""
+    """A group of one rank, without others to talk to."""
 
     rank, world = 0, 1
     recordable, checks = True, False
@@ -155,10 +157,10 @@ class Alone:
         return x.clone()[None]
 
     def tell(self, message: object) -> None:
-        """Nobody."""
+        """Send nothing: there is no other rank."""
 
     def hear(self) -> Any:
-        """Rank 0 decides, and does not hear."""
+        """Raise `InputError`: rank 0 decides and receives no message."""
         raise InputError("rank 0 tells the others what to do, and hears from nobody.")
 
     def exchange(self, value: object) -> list[Any]:
@@ -166,13 +168,13 @@ class Alone:
         return [value]
 
     def check(self) -> None:
-        """Nobody is lost."""
+        """Raise nothing: no rank can be lost."""
 
     def fail(self, reason: str) -> None:
-        """Nobody waits."""
+        """Do nothing: no other rank waits."""
 
     def when_lost(self, listener: Callable[[RankLost], None]) -> None:
-        """Never."""
+        """Do nothing: there is no other rank to lose."""
 
     def forget(self, listener: Callable[[RankLost], None]) -> None:
-        """It was never called."""
+        """Do nothing: no listener was stored."""

@@ -1,8 +1,8 @@
-"""The anatomy of a transformer layer, read from its graph: what passes, lowering and measurements ask of one.
+"""Anatomy of a transformer layer, read from its graph: the parts that passes, lowering and measurements need.
 
-Nothing is kept beside the graph: a view computes each part when it is asked for, so it holds after every rewrite
-(projections that were fused, attention over a cache, rows that the device counts). Where a part is not there, the
-answer is a sentence that says why, which a pass reports as a near miss.
+Nothing is stored beside the graph: a view computes each part when it is asked for. So it holds after every rewrite
+(fused projections, attention over a cache, rows that the device counts). If a part is missing, the answer is a sentence
+that says why, which a pass reports as a near miss.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GatedUnit:
     """The linear layers of a feed-forward network, down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate.
 
     Attributes:
-        gate, up: parts of one layer where they are one product; gate is None where there is none.
+        gate, up: parts of one layer if they are one product; gate is `None` for a network without a gate.
         down: of their product.
     """
 
@@ -82,7 +82,7 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Mixing:
-    """What a layer adds first to its residual stream: the output projection of its attention.
+    """First addend of a layer to its residual stream: the output projection of its attention.
 
     Attributes:
         nodes: the calls from the attention to what is added, in order.
@@ -140,7 +140,7 @@ class Layer:
 
     @property
     def write(self) -> Node | str:
-        """Where its keys and values are written to the cache, or why that is not one place."""
+        """The call that writes its keys and values to the cache, or why there is not exactly one."""
         writes = self.graph.find("kv_write", self.index) if self.index is not None else []
         if len(writes) != 1:
             return f"{len(writes)} writes of keys and values in the layer of this attention; expected one"
@@ -154,9 +154,11 @@ class Layer:
 
     @property
     def keys_values(self) -> tuple[Node, Node] | str:
-        """[rows, KV heads, head_dim] each, as attention reads them or the cache is given them; or why not one of each.
+        """Keys and values as attention reads them or the cache is given them, [rows, KV heads, head_dim] each.
 
-        Of a captured graph, which is not packed yet, [b, heads, t, head_dim], as are its queries.
+        Returns the reason instead if there is not one of each.
+
+        In a captured graph, which is not packed yet, they are [b, heads, t, head_dim], as are its queries.
         """
         if self.attention.target in (OPS["attention"].overload, OPS["packed_attention"].overload):
             _, k, v = args_of(self.attention)[:3]
@@ -217,7 +219,7 @@ class Layer:
 
     @property
     def feed_forward(self) -> FeedForward | str:
-        """What stands after the attention, or why that is no feed-forward network."""
+        """The feed-forward network after the attention, or why there is no such network."""
         graph, layer = self.graph, self.index
         if layer is None:
             return "an attention outside the layers has no feed-forward network"
@@ -328,7 +330,7 @@ def windowed(attention: Node) -> str:
 
 
 def of_weights(node: Node) -> bool:
-    """Whether a value is computed from weights alone."""
+    """True if a value is computed from weights alone."""
     return all("input" not in n.meta for n in ancestors([node]))
 
 
@@ -358,6 +360,6 @@ def _terms(total: Node) -> tuple[Node, Node] | None:
 
 
 def _beside(start: Node, nodes: Sequence[Node]) -> Node | None:
-    """What calls read beside one value, each other, and what is computed from weights."""
+    """First value that calls read besides a start, each other and values of weights alone; None without one."""
     read = (arg for node in nodes for arg in node.all_input_nodes)
     return next((a for a in read if a is not start and a not in nodes and not of_weights(a)), None)

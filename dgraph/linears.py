@@ -54,14 +54,14 @@ class Linear:
 
     @property
     def source(self) -> Node:
-        """What it reads, before that is rounded to 8 bits."""
+        """Its input before rounding to 8 bits."""
         is_rounded = self.x.target is OPS["round_rows"].overload
         source: Node = args_of(self.x)[0] if is_rounded else self.x
         return source
 
     @property
     def by_vectors(self) -> bool:
-        """Whether it reads one vector per row."""
+        """True if it reads one vector per row."""
         return bool(self.x.meta["val"].dim() == 2)
 
     @property
@@ -71,12 +71,12 @@ class Linear:
 
     @property
     def routes(self) -> bool:
-        """Whether it decides which experts run: its sums keep their order, or near ties would be decided anew."""
+        """True if it decides which experts run. Its sums must keep their order, or near ties would be decided anew."""
         return any((op := op_of(user.target)) is not None and op.name == "route" for user in self.node.users)
 
 
 def linear_of(node: object) -> Linear | None:
-    """The linear layer that a node is; None if it is none."""
+    """The linear layer that a node is; None for any other node."""
     if not isinstance(node, Node):
         return None
     x, weight, bias, count = (*args_of(node), None, None, None, None)[:4]
@@ -104,7 +104,7 @@ def split_of(linear: Linear) -> Node | None:
 
 @dataclass(frozen=True)
 class Projection:
-    """Those outputs of a linear layer that make one value: all of them, or of a product of several a part.
+    """Outputs of a linear layer that make one value: all of them, or a part if one product makes several values.
 
     Attributes:
         linear: the layer.
@@ -117,12 +117,12 @@ class Projection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all outputs of the layer."""
+        """True if these are all outputs of the layer."""
         return (self.begin, self.end) == (0, self.linear.shape[0])
 
 
 def projection_of(value: Node) -> Projection | str:
-    """What projects a value, whose rows were normed, rotated, reshaped or gathered since; or why nothing does."""
+    """The projection of a value whose rows were normed, rotated, reshaped or gathered since; or why none is found."""
     node, part, of_each_head = value, None, False
     while (linear := linear_of(node)) is None:
         if node.op != "call_function" or not args_of(node):
@@ -149,7 +149,7 @@ def projection_of(value: Node) -> Projection | str:
 
 
 def projections_of(values: Iterable[Node]) -> list[Projection] | str:
-    """What projects each of several values; or why nothing projects one of them."""
+    """The projection of each of several values; or why none is found for one of them."""
     found: list[Projection] = []
     for value in values:
         projection = projection_of(value)
@@ -165,8 +165,9 @@ def heads_of(graph: Graph) -> list[Node]:
 
 
 def head_of(graph: Graph) -> Linear | str:
-    """The LM head, which gives logits or decides without keeping them; or why there is none. That of a sharded graph
-    has the ids of a rank.
+    """The LM head, which gives logits or decides without keeping them; or why it is not found.
+
+    In a sharded graph it has the ids of a rank.
     """
     heads = heads_of(graph)
     if len(heads) == 1:
@@ -186,8 +187,10 @@ def head_of(graph: Graph) -> Linear | str:
 
 
 def capped_head(graph: Graph) -> tuple[Linear, float | None] | str:
-    """The linear layer of the logits, and their cap c where they are c * tanh(z / c) of what it gives; or why there is
-    none. That of a sharded graph has the ids of a rank.
+    """The linear layer of the logits, and their cap; or why it is not found.
+
+    The cap is c if the logits are c * tanh(z / c) of the layer's results z, else None. In a sharded graph the layer has
+    the ids of a rank.
     """
     logits = graph.result("logits")
     gather = gathered(logits)
@@ -234,7 +237,7 @@ def unit_of(linear: Node) -> Node | str | None:
 
 
 def _product_of_unit(linear: Node, split: Node, silus: Sequence[Node]) -> Node | str:
-    """The product of silu of the gate, one of those given, and up; or why there is none."""
+    """The product of silu(gate), one of the given calls, and up; or why it is not found."""
     _, sizes, *rest = args_of(split)
     dim = rest[0] if rest else 0
     if len(sizes) != 2 or sizes[0] != sizes[1] or dim not in (1, -1):

@@ -26,10 +26,11 @@ def op_name(target: Any) -> str:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a call allocates nothing: its result lies in the memory of its first argument, or is a part of it.
+    """True if a call allocates nothing: its result lies in the memory of its first argument, or is a part of it.
 
-    That is what the schema of an op says, except of those that give their argument back as it is where nothing is to be
-    done, and else a copy in another dtype. What copies only because of strides (reshape) counts as a view.
+    The schema of an op says so. Some ops of that schema return their argument if nothing is to be done, and else a copy
+    in another dtype or on another device. Such a copy is no view. An op that copies only because of strides (reshape)
+    counts as a view.
     """
     if node.target is operator.getitem:
         return True
@@ -40,7 +41,7 @@ def is_view(node: Node) -> bool:
 
 
 def viewed(node: Node) -> Node:
-    """What a view is of, which lives as long as it; the node itself if it is none."""
+    """The value that a view is of, which lives as long as the view; the node itself if it is no view."""
     while is_view(node):
         node = args_of(node)[0]
     return node

@@ -54,7 +54,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, repr=False)
 class Result(Described):
-    """What `generate` returns.
+    """Result of `generate`.
 
     Attributes:
         texts: per prompt the response text; None without a tokenizer.
@@ -135,7 +135,7 @@ class Optimized(Described):
         )
 
     def with_logit_rows(self, rows: int) -> Optimized:
-        """The same, with the logits of at most so many rows at a time.
+        """Return the same model with the logits of at most `rows` rows at a time.
 
         Weights and compiled regions are shared; KV pages and CUDA graphs are not.
 
@@ -221,9 +221,10 @@ class Optimized(Described):
                 {"role": ..., "content": ...}; or a list of conversations.
             decoding: how; see `Decoding`.
             input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
-            canvas: of one text, the beginning of its response as far as it is fixed (infilling): ids, and None where it
-                is free, as is all after it. Of several prompts, or of ids, such a list for each, or None. Fixed tokens
-                are there from the first step on and never change; a stop token among them ends the response.
+            canvas: for one text, the beginning of its response as far as it is fixed (infilling): ids, and None for
+                free positions. All positions after it are free. For several prompts, or for ids, such a list for each,
+                or None. Fixed tokens are there from the first step on and never change; a stop token among them ends
+                the response.
             max_batch: prompts at a time; None for all at once.
             keep_kv: return each sequence's keys and values.
             observer: called with a record of every step; slows decoding.
@@ -276,8 +277,8 @@ class Optimized(Described):
             with opt.engine(max_sequences=16) as engine:
                 responses = engine.generate(prompts, max_new_tokens=64)
 
-        While it is open, the model belongs to it: `generate` and a second engine are refused. One that nobody has any
-        more closes when its requests have ended.
+        While it is open, the model belongs to it: `generate` and a second engine are refused. An engine without
+        references closes when its requests have ended.
 
         Args:
             settings: see `EngineSettings`.
@@ -320,8 +321,9 @@ class Optimized(Described):
 
     @contextmanager
     def _used_by(self, what: str) -> Iterator[None]:
-        """Programs share buffers, so that one may use them at a time. An engine that nobody has any more is waited for,
-        but not by its own thread: it is about to give them back.
+        """Hold the programs, which share buffers, for one user at a time.
+
+        An engine without references is waited for, since it is about to give them back; its own thread does not wait.
         """
         engine, thread = self._engine or (None, None)
         left = engine is not None and engine() is None and thread is not threading.current_thread()

@@ -1,9 +1,9 @@
 """Row orders: which rows a value is over, and in which order.
 
-Values over one row set need not belong together: where rows are moved to the front of as many as there were
-(`list_kept`), row i of what was moved is not row i of what was not, though both are over N. So a row set is followed
-from the inputs on, with the list that the rows were taken by, and so are offsets, and lists of row numbers with what
-they number.
+Values over one row set need not belong together. `list_kept` moves rows to the front and keeps their number N. Then row
+i of a moved value is not row i of one that stayed, though both are over N. So a row set is followed from the inputs on,
+with the list by which its rows were taken. Offsets are followed alike, and lists of row numbers with the rows that they
+number.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def list_of(part: Node) -> Node | None:
 
 
 def broken_decision(graph: Graph) -> Iterator[str]:
-    """What a program decides is about all rows of the step in their order, or about those that `kept` numbers.
+    """Violations of a rule: decisions are over all rows of the step in their order, or over the rows in `kept`.
 
     The host commits a token by the number of its row: without `kept` it would take the tokens of other rows.
     """

@@ -73,7 +73,7 @@ def _is_linear(node: Node, read: list[Node]) -> bool:
 
 
 def _has_some(node: Node, made: dict[Node, str]) -> bool:
-    """Whether a result of a call is a partial sum: of values that are gathered together, each is what it was."""
+    """True if a result of a call is a partial sum; values that are gathered together stay what they were."""
     source = args_of(node)[0]
     if node.target is operator.getitem and source.target is OPS["compact"].overload:
         return args_of(source)[0][args_of(node)[1]] in made

@@ -87,9 +87,10 @@ def _adapted(phase: Phase) -> tuple[Pass, ...]:
 
 
 def scoring(captured: Graph) -> Graph:
-    """One forward of packed sequences without a cache, with the outputs hidden [N, d], what the LM head reads, its
-    weight [vocabulary, d], and its bias if it has one; of a sharded graph, where no rank has all of that weight, with
-    the output logits [N, vocabulary].
+    """Graph of one forward of packed sequences without a cache, to score labels.
+
+    Its outputs are `hidden` [N, d], which the LM head reads, its `weight` [vocabulary, d], and its `bias` if it has
+    one. In a sharded graph no rank has all of that weight, so the output is `logits` [N, vocabulary].
 
     Raises:
         PassError: the logits come from something else than a linear layer.
@@ -117,5 +118,5 @@ def graph_of_phase(phases: Mapping[str, Rewritten], phase: str, after: str | Non
 
 
 def routed_blocks(captured: Graph) -> frozenset[int]:
-    """Of how many positions the blocks are whose rows share experts; none where each row has its own."""
+    """Lengths in positions of blocks whose rows share experts; empty if each row has its own."""
     return frozenset(args_of(node)[2] for node in captured.find("block_numbers"))

@@ -1,4 +1,4 @@
-"""What installed packages add to dgraph, through entry points of their pyproject.toml.
+"""Extensions that installed packages add to dgraph, through entry points of their pyproject.toml.
 
     [project.entry-points."dgraph.recipes"]     # a builder: (spec, option=default, ...) -> Recipe
     mine = "package.recipes:mine"
@@ -17,7 +17,7 @@
     [project.entry-points."dgraph.causal"]      # a loader of autoregressive models, see dgraph.causal
     mine = "package.judges:mine"
 
-A group is read when a name in it is first asked for, and an entry point is imported when it is the one that is needed.
+A group is read when a name in it is first asked for. An entry point is imported when its name is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
 
 @functools.cache
 def load(group: str, name: str) -> Any:
-    """What an entry point names.
+    """Import and return the object that an entry point names.
 
     Raises:
         KeyError: the group has no such name.
@@ -115,7 +115,7 @@ class Table(Mapping[str, T], Generic[T]):
     Raises:
         PluginError: an entry that was asked for cannot be imported or used, or one has the name of one of dgraph's own.
 
-    Whoever goes through all entries is warned of those that cannot be used, and gets the others.
+    Iteration over all entries warns of those that cannot be used, and gives the others.
     """
 
     def __init__(self, own: Mapping[str, T], group: str, check: Callable[[str, Any], bool]):

@@ -1,4 +1,4 @@
-"""What the processor of this machine can do, as far as code that is compiled for it depends on it."""
+"""Capabilities of this machine's processor on which code compiled for it depends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quantised weight is: numbers of 8 or 4 bits, and what each block of them is scaled by.
+"""Quantised weights: numbers of 8 or 4 bits, and a scale for each block of them.
 
     weight[r, c] = (values[r, c] - zeros[i, j]) * scales[i, j],   i = r // block rows, j = c // block columns
 
@@ -22,7 +22,7 @@ WHOLE = -1
 """As rows or columns of a block: all of them."""
 
 PARTS = ("", "_scale", "_zero")
-"""What the names of values, scales and zeros end in, after the name of the weight."""
+"""Suffixes of values, scales and zeros, after the name of the weight."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ ROW_KINDS = tuple(name for name, kind in KINDS.items() if kind.bits == 8)
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are quantised.
+    """Format of quantised weights.
 
     Attributes:
         kind: "fp8" (e4m3), "int8" or "int4".
@@ -112,7 +112,7 @@ class QuantisedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the weight, [..., rows, columns]."""
+        """Shape of the weight, [..., rows, columns]."""
         return shape_of(self.values)
 
     def dim(self) -> int:
@@ -181,12 +181,12 @@ class QuantisedRows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the rows, [..., columns]."""
+        """Shape of the rows, [..., columns]."""
         return self.values.shape
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """Device of the values."""
         return self.values.device
 
     def dim(self) -> int:
@@ -213,7 +213,7 @@ class QuantisedRows:
         return self.dtype.itemsize
 
     def dequantised(self) -> Tensor:
-        """What they stand for."""
+        """The rows that the numbers stand for, in their dtype: values times scales."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return (self.values.to(wide) * self.scales.to(wide)).to(self.dtype)
 

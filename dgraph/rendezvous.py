@@ -1,4 +1,4 @@
-"""What the ranks of one machine find each other by, in the words of torchrun."""
+"""Address at which the ranks of one machine find each other, in torchrun's variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def rendezvous(world: int) -> dict[str, str]:
-    """The variables of the environment that all of so many ranks share, with a port that is free now."""
+    """Environment variables that all `world` ranks share, with a port that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

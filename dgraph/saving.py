@@ -27,10 +27,10 @@ from dgraph.stored import formats_of
 from dgraph.weights import Shapes, weights_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""How names of files of weights end: what is not copied as it is."""
+"""Suffixes of files of weights, which are not copied as they are."""
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-"""What a folder of an adapter has, see `dgraph.load(folder, adapter=...)`."""
+"""File that marks the folder of an adapter, see `dgraph.load(folder, adapter=...)`."""
 SHARD_BYTES = 4 * 2**30
 """Bytes of weights in a file at most, unless one weight has more."""
 
@@ -51,7 +51,7 @@ _FORMATS = {"fp8": "float-quantized", "int8": "int-quantized", "int4": "pack-qua
 
 @dataclass(frozen=True)
 class Saved:
-    """What was written.
+    """Record of a written checkpoint.
 
     Attributes:
         folder: where.
@@ -101,7 +101,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is written of it."""
+        """Bytes of all tensors that are written of it."""
         return sum(_size(dtype, shape) for _, dtype, shape in self.tensors)
 
 
@@ -122,8 +122,8 @@ def save_quantised(
 ) -> Saved:
     """Write a checkpoint again, with quantised weights; `dgraph.load` and whatever reads compressed-tensors read it.
 
-    What `dgraph.optimize(model, weights=...)` decodes with is what it decodes with when it is read. One weight is in
-    memory at a time, and the folder appears whole or not at all.
+    A model that is read from it decodes with the same weights as `dgraph.optimize(model, weights=...)`. One weight is
+    in memory at a time, and the folder appears whole or not at all.
 
     Args:
         model: the name of an embedded model or a checkpoint folder, of which weights are stored as they are.
@@ -221,8 +221,9 @@ def check_weights(weights: Weights) -> QuantizeWeights:
 
 
 def formats_for(model: Model, chosen: QuantizeWeights) -> dict[str, Format]:
-    """What each weight that is chosen is quantised to, by the names that it has in the model, that in the graph among
-    them.
+    """Format of each weight that is chosen, by every name that it has in the model.
+
+    Its name in the graph is among them.
 
     Raises:
         InputError: the model comes quantised.
@@ -251,7 +252,7 @@ def _embeddings(model: Model) -> tuple[set[str], list[str]]:
 
 
 def settings_of(format: Format, ignored: Sequence[str], embeddings: bool = False) -> dict[str, Any]:
-    """What config.json says of weights of a format.
+    """Quantisation entry of config.json for weights of a format.
 
     Scales by row of "fp8" and "int8" go with activations that are quantised by row as they come.
 
@@ -304,7 +305,7 @@ def settings_of(format: Format, ignored: Sequence[str], embeddings: bool = False
 
 
 def _pieces(weight: QuantisedWeight, tensors: int) -> list[QuantisedWeight]:
-    """What each of the tensors that a checkpoint stores of a weight has of it: of a stack some rows of an item."""
+    """Pieces of a weight, one for each tensor that stores it; a piece of a stack has some rows of an item."""
     if weight.dim() == 2 or tensors < len(weight):
         return [weight]
     each = tensors // len(weight)
@@ -323,7 +324,7 @@ def _item(
     weight: str,
     device: str | torch.device,
 ) -> Item:
-    """What is written of a tensor of a weight."""
+    """Record of what is written for one tensor of a weight."""
 
     def folded() -> Tensor:
         found = tensor.to(device) if format is not None or folds else tensor
@@ -410,7 +411,7 @@ def _write(
     read: Sequence[int],
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    """Weights in shards of at most so many bytes, and their index."""
+    """Write weights in shards of at most `most` bytes, and their index."""
     shards: list[list[tuple[Item, int]]] = [[]]
     for item, size in zip(items, read, strict=True):
         if shards[-1] and sum(other.nbytes for other, _ in shards[-1]) + item.nbytes > most:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""Those that weights can have, by name."""
+"""Dtypes that weights can have, by name."""
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Shorter names of these."""
 AUTO: Final = "auto"

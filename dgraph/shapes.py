@@ -68,7 +68,7 @@ _RESETS = {
 
 
 def of_window(name: str, window: int) -> str:
-    """What pages, or their table, are called where layers see a window of positions; 0 for layers that see all."""
+    """Name of pages, or of their table, for layers that see a window of positions; 0 for layers that see all."""
     return f"{name}_{window}" if window else name
 
 
@@ -89,10 +89,10 @@ class InputSpec:
       `InputSpec("x_cache_3", torch.float32, ("pages", "page", 4, 64))`. Position p of sequence s lies at
       `cache[page_table[s, p // page], p % page]`. With `reset="response"` the pages of a sequence hold `initial` before
       its first step, so that a step may read what the one before it wrote; with "never" anything finite.
-      A cache that is read by rows which see a window of W positions alone may say so, `("pages_W", "page", ...)`: its
-      pages are others, its table is `InputSpec("page_table_W", torch.int32, ("b", "P_W"))` (see `of_window`), and a
-      position is gone once it is behind the windows of all rows to come. What each row reads of its own position alone
-      is a window of 1, `("pages_1", "page", ...)`: of a sequence, as many positions as a step forwards. With
+      A cache whose rows see only a window of W positions may say so: `("pages_W", "page", ...)`. It has pages of its
+      own, and the table `InputSpec("page_table_W", torch.int32, ("b", "P_W"))` (see `of_window`). A position is gone
+      once it is behind the windows of all rows to come. A cache of which each row reads its own position alone has a
+      window of 1, `("pages_1", "page", ...)`. It holds as many positions of a sequence as a step forwards. With
       `reset="block"` such pages hold `initial` before the first step of each block.
     - per sequence, a state that goes from step to step: `InputSpec("level", torch.float32, ("b",), reset="block",
       initial=1.0)`, and an output of the graph of the same name and type. What a step returns, the next step of the
@@ -109,9 +109,8 @@ class InputSpec:
         layer: of packed entries, the layer whose number of entries they have.
         budgets: of the numbers of packed entries by head, how many heads' budgets these heads may use, where others
             (on other ranks) share theirs with them; 0: their own.
-        by_head: of a paged cache of one number for each head, whether a page has the numbers of all positions for one
-            head after those for another in memory, so that who reads one head finds neighbours side by side. Its
-            shape says nothing of it.
+        by_head: for a paged cache of one number per head: True if a page stores the numbers of all positions head after
+            head. A reader of one head then finds neighbours side by side. The shape says nothing of it.
 
     Raises:
         InputError: a reset that such an input cannot have, or `by_head` of what is no such cache.
@@ -143,9 +142,13 @@ class InputSpec:
 
     @property
     def per(self) -> str:
-        """What the first size counts: "row", "sequence", "offsets" (one more than sequences), "key" (rows of keys that
-        are read from a cache), "position" (a paged cache), "packed" (entries of a packed cache, or their number per
-        sequence), or "constant".
+        """Unit that the first size counts, one of these:
+
+        - "row", "sequence", or "offsets" (one more than sequences)
+        - "key": rows of keys that are read from a cache
+        - "position": a paged cache
+        - "packed": entries of a packed cache, or their number per sequence
+        - "constant"
         """
         return _PER.get(without_window(str(self.shape[0])), "constant") if self.shape else "constant"
 
@@ -158,18 +161,18 @@ class InputSpec:
 
     @property
     def window(self) -> int:
-        """Of a cache, or of a page table: the window of the layers that read it; 0 where they see all positions."""
+        """Window of the layers that read a cache or page table; 0 if they see all positions."""
         found = (re.fullmatch(r"(?:pages|P)_(\d+)", str(dim)) for dim in self.shape[:2])
         return next((int(match[1]) for match in found if match), 0)
 
     @property
     def in_place(self) -> bool:
-        """Whether ops write it in place, or read from where other programs write."""
+        """True if ops write it in place, or read it where other programs write."""
         return self.per in ("position", "packed")
 
     @property
     def carried(self) -> bool:
-        """Whether it is a state per sequence, that a step is given and returns."""
+        """True for a state per sequence that a step is given and returns."""
         return self.per == "sequence" and self.reset != "step"
 
     @property
@@ -298,7 +301,7 @@ class Symbols:
 
 
 def is_row_set(name: str) -> bool:
-    """Whether a symbol names a set of rows."""
+    """True if a symbol names a row set."""
     return name == "N" or (name[:1] == "K" and name[1:].isdigit()) or name == "K"
 
 

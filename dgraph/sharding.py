@@ -1,4 +1,4 @@
-"""How a graph is divided over ranks, and which part of each weight a rank has."""
+"""Division of a graph over ranks, and the part of each weight that a rank has."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 GROUP = "tp"
-"""The group that holds a model together, if nobody says otherwise."""
+"""Default group of the ranks that hold a model together."""
 
 FIRST_ID, FIRST_EXPERT = "shard.first_id", "shard.first_expert"
-"""Which id, and which expert, is the first that a rank has; see `Graph.own`."""
+"""Names of tensors with the first id and the first expert that a rank has; see `Graph.own`."""
 FIRST_KV_HEAD = "shard.first_kv_head"
-"""Which of the model's KV heads is the first that a rank has; see `Graph.own`."""
+"""Name of the tensor with the first of the model's KV heads that a rank has; see `Graph.own`."""
 
 KINDS = ("column", "row", "vocabulary", "per head", "experts", "replicated")
-"""What a rank has of a weight: some of its outputs, some of its inputs, some ids, some heads, some experts, or all."""
+"""Shares of a weight: some of its outputs, some of its inputs, some ids, some heads, some experts, or all."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a weight.
+    """Part that a rank has of a weight.
 
     Attributes:
         kind: one of `KINDS`.

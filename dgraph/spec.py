@@ -1,4 +1,4 @@
-"""What dgraph must know about a model beyond its forward pass."""
+"""Facts that dgraph must know about a model beyond its forward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FACTS = (
 
 
 def given_as(name: str, example: object = "") -> str:
-    """How a caller gives a fact, in Python and on the command line; for messages."""
+    """Syntax by which a caller gives a fact, in Python and on the command line; for messages."""
     return f"{name}={example} (--fact {name}={example} on the command line)"
 
 
@@ -49,13 +49,14 @@ class ModelSpec:
         block_length: rows denoised together, in tokens; the length the model was trained for.
         attention: "block_causal" (a row sees its own block and earlier ones) or "bidirectional".
         logit_shift: 0 if the logits of row i predict position i, 1 if they predict position i + 1 (Dream).
-        encoding: what a row sees where keys are written for good, which are those of prompts and of finished blocks:
-            "block" (its whole block and all before it) or "causal" (itself and all before it; then a block begins
-            wherever what is known ends, and tokens can be decoded one by one).
+        encoding: the keys that a row sees where keys are written for good, which are those of prompts and of finished
+            blocks. "block": its whole block and all before it. "causal": itself and all before it; then a block begins
+            after the last known token, and tokens can be decoded one by one.
         next_token: whether the forward that writes the keys of a finished block also predicts the token after it, with
             which the next block begins. Such a model works in two modes: it denoises a block, then encodes it.
-        noise: what stands where nothing is decoded: "mask", the mask token, or "uniform", tokens drawn from the whole
-            vocabulary. Then a step draws a block anew, and the block is decoded when it does not change any more.
+        noise: content of positions that are not decoded: "mask", the mask token, or "uniform", tokens drawn from the
+            whole vocabulary. With "uniform" a step draws a block anew, and the block is decoded when it does not change
+            any more.
         max_positions: the model's window in tokens, prompt and response together.
         dtype: dtype of the weights.
         layer_importance: per layer, how much it changes what it is given (1 - mean cosine; `dgraph calibrate` measures
@@ -155,13 +156,15 @@ class ModelSpec:
 
     @property
     def aligned(self) -> bool:
-        """Whether blocks begin at multiples of their length; else they follow what is known."""
+        """True if blocks begin at multiples of their length; else they begin after the last known token."""
         return self.attention == "block_causal" and self.encoding == "block"
 
     @property
     def two_modes(self) -> bool:
-        """Whether it denoises a block, and then encodes it by a forward of another kind: a causal one, or one that also
-        predicts the next token. So a step forwards rows of one block of a sequence alone.
+        """True if it denoises a block, and then encodes it by a forward of another kind.
+
+        That forward is causal, or also predicts the next token. So a step forwards rows of one block of a sequence
+        alone.
         """
         return self.encoding == "causal" or self.next_token
 

@@ -46,7 +46,7 @@ class Stored:
 
     @property
     def quantised(self) -> bool:
-        """Whether it is."""
+        """True if the weight is quantised."""
         return len(self.parts) > 1
 
     @property
@@ -59,8 +59,10 @@ class Stored:
 
     @property
     def row_kind(self) -> str | None:
-        """What rows can be rounded to so that its numbers multiply theirs: what it is stored in, if that has 8 bits and
-        each of its rows one scale and no zeros; else None.
+        """Kind of numbers to round rows to, so that the weight's numbers multiply theirs.
+
+        It is the kind in which the weight is stored, if that has 8 bits, one scale for each row and no zeros; else
+        None.
         """
         if len(self.parts) != 2 or _length(self.parts[1], -1) != 1:
             return None
@@ -68,7 +70,7 @@ class Stored:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What weights must have in common to be stored as one."""
+        """Properties that weights must share to be stored as one."""
         return tuple(p.meta["val"].dtype for p in self.parts), self.block, self.node.meta["val"].dtype
 
     def cut(self, begin: int, end: int) -> list[slice] | str:
@@ -92,7 +94,7 @@ class Stored:
 
 
 def stored_of(weight: object) -> Stored | None:
-    """What is stored of a weight that a product reads; None if that is computed from something else."""
+    """The stored parts of a weight that a product reads; None if the weight is computed from something else."""
     if not isinstance(weight, Node):
         return None
     if "weight" in weight.meta:
@@ -171,7 +173,7 @@ def as_stored(graph: Graph, source: WeightSource) -> None:
 
 
 def formats_of(graph: Graph) -> dict[str, Format]:
-    """Of the quantised weights of a graph, what they are quantised to, by name."""
+    """Formats of the quantised weights of a graph, by name."""
     kinds = {kind.dtype: name for name, kind in KINDS.items()}
     found = {}
     for node in graph.find("dequantise"):
@@ -209,7 +211,7 @@ def take_weights(graph: Graph, source: Source | None, parts: Mapping[str, Part])
 
 
 def parts_of(stored: Stored, part: Part) -> list[Part | None]:
-    """What a rank has of values, scales and zeros of a weight; None for all of it.
+    """Parts that a rank has of values, scales and zeros of a weight; None for all of one.
 
     Args:
         part: of the weight.

@@ -31,7 +31,7 @@ _HOST_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 @dataclass(frozen=True)
 class Signature:
-    """What a pass may not change without saying so."""
+    """Inputs, outputs and weights of a graph, which a pass may not change without declaring it."""
 
     inputs: tuple[InputSpec, ...]
     outputs: tuple[str, ...]
@@ -58,7 +58,7 @@ class Rule:
 
 
 def reads_host(target: Any) -> bool:
-    """Whether an op reads a tensor's values on the host, or gives a result whose size depends on them."""
+    """True if an op reads a tensor's values on the host, or gives a result whose size depends on them."""
     if not isinstance(target, OpOverload) or op_name(target) == "index":  # of a mask only, and that has no type
         return False
     return op_name(target) == "is_nonzero" or bool(_HOST_TAGS & set(target.tags))

@@ -115,7 +115,7 @@ def diff(
     weights: Weights = None,
     **options: Any,
 ) -> Diff:
-    """What differs between a phase of two recipes; prints as text. See `dgraph.diff`.
+    """Difference between a phase of two recipes; prints as text. See `dgraph.diff`.
 
         print(dgraph.diff("tiny_sdar", from_="dense", to="focus"))
 
@@ -154,7 +154,7 @@ def explain(
     weights: Weights = None,
     **options: Any,
 ) -> Explanation:
-    """What a recipe makes of a model, without compiling it; prints as text. See `dgraph.explain`.
+    """Explain a model after a recipe, without compiling it; prints as text. See `dgraph.explain`.
 
     Args:
         model: a `Graph`, an `Optimized`, or anything that `capture` takes.

@@ -69,19 +69,19 @@ Stored = Tensor | Made
 
 
 def made(stored: Stored) -> Tensor:
-    """What is stored, as a tensor."""
+    """Return a stored tensor, made if it is a `Made`."""
     return stored.make() if isinstance(stored, Made) else stored
 
 
 class WeightSource:
     """Weights by name, each stored as one tensor, or as the blocks of a stack [items, rows, columns].
 
-    The stored tensors are to lie in mapped files, of which only what is taken is read. Of a weight that is stored
-    quantised its name is that of the values, and with `PARTS` after it that of scales and zeros.
+    The stored tensors are to lie in mapped files, of which only what is taken is read. The values of a quantised weight
+    have its name, its scales and zeros that name with `PARTS` after it.
 
     Args:
-        stored: per weight its tensor, or, of a stack, the blocks of each item one after the other, [rows, columns]
-            each, with the same number of them for every item.
+        stored: per weight its tensor. For a stack, the blocks [rows, columns] of each item one after the other, with
+            the same number of them for every item.
         formats: of the weights that are stored quantised.
         names: what a checkpoint calls the tensors of those that are stored as they are.
 
@@ -103,7 +103,7 @@ class WeightSource:
         self.taken = 0
 
     def quantised(self) -> WeightSource | None:
-        """Where to read what is stored quantised, after all else was read; None if nothing is."""
+        """Source of the weights that are stored quantised, to read after all others; None without such weights."""
         names = [f"{name}{part}" for name in self.formats for part in PARTS if f"{name}{part}" in self._stored]
         found = WeightSource({name: self._stored[name] for name in names}, self.formats)
         found.all_quantised = True
@@ -113,7 +113,7 @@ class WeightSource:
         return name in self._stored
 
     def stored(self) -> list[tuple[str, str, Tensor]]:
-        """What is stored as it is: of each tensor the name of the weight, the checkpoint's own name, and itself."""
+        """Tensors that are stored as they are, each as (name of the weight, the checkpoint's own name, tensor)."""
         return [
             (name, own, block)
             for name, names in self._names.items()
@@ -189,7 +189,7 @@ _SAME = ("shape", "dtype", "device")
 
 
 def _ranges(part: Part | None, dim: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """What a part has of a dimension between two places."""
+    """Ranges of a dimension between two places that belong to a part."""
     if part is None or part.dim != dim:
         yield begin, end
         return
@@ -246,4 +246,4 @@ class Quantising:
 
 
 Source = WeightSource | Shapes | Quantising
-"""Where weights are taken from."""
+"""Source from which weights are taken."""
