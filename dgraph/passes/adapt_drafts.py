@@ -18,7 +18,7 @@ from dgraph.sharding import Part
 from dgraph.stored import Stored
 
 DRAFTED = InputSpec("drafted", torch.bool, ("N",))
-"""Whether a row is one of a draft, which a later step verifies."""
+"""Flags of draft rows, which a later step verifies."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AdaptDrafts(Pass):
     is added to its part of a weight. Runs after PackRows, before anything else. A program that never drafts (a
     prefill) needs none of it.
 
-    Approximate: drafts are others. What is committed is what causal rows predict, and stays.
+    Approximate: drafts change. Committed tokens are predicted by causal rows and stay the same.
 
     Raises:
         PassError: an adapter for a weight by which no linear layer multiplies.

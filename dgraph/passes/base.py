@@ -1,7 +1,7 @@
-"""What a pass is, and the report that it writes.
+"""Base class of passes, and the report that a pass writes.
 
-A pass is a frozen dataclass. Its fields are its whole configuration, so `repr` is its history entry, its JSON is part
-of the cache key, and equality is equality of configurations.
+A pass is a frozen dataclass. Its fields are its whole configuration. So `repr` is its history entry, its JSON is part
+of the cache key, and equal passes have equal configurations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dgraph.spec import ModelSpec
 
 
 class Effect(enum.Enum):
-    """What a pass does to the numbers."""
+    """Effect of a pass on the numbers."""
 
     EXACT = "exact"
     """Bit for bit the same outputs."""
@@ -49,7 +49,7 @@ class Skipped:
 
 @dataclass
 class Report:
-    """What one pass did to one graph.
+    """Record of one pass over one graph.
 
     Attributes:
         name, config, effect: the pass.
@@ -93,8 +93,8 @@ class Pass:
     """Base of every pass.
 
     Subclasses are frozen dataclasses, state their `effect`, and implement `run`. A pass that adds, removes or renames
-    run-time inputs or outputs lists their names in `signature`; one that replaces weights sets `changes_weights`. What
-    is not declared here may not change, and the verifier holds a pass to it.
+    run-time inputs or outputs lists their names in `signature`; one that replaces weights sets `changes_weights`. The
+    verifier refuses a pass that changes anything that it does not declare here.
 
         @dataclass(frozen=True)
         class Mine(Pass):

@@ -17,12 +17,12 @@ from dgraph.passes.base import Effect, Pass, Report
 
 @dataclass(frozen=True)
 class BoundRows(Pass):
-    """Normalise and rotate no more rows than are listed, where only the device knows how many that are.
+    """Normalise and rotate only the listed rows if only the device knows their number.
 
     Linear layers over a count leave padding rows out. An RMSNorm or a rotary embedding between them is plain torch over
-    as many rows as there is room for, of which few may be live. Where what it reads was gathered by a list, or computed
-    from that, and what reads it looks at the listed rows alone, it becomes a call that stops after them. A norm of
-    heads before a rotary embedding is part of that call.
+    all rows of the buffer, of which few may be live. It becomes a call that stops after the listed rows on two
+    conditions. Its input was gathered by a list or computed from gathered rows, and its readers look at the listed rows
+    alone. A norm of heads before a rotary embedding is part of that call.
 
         before  %15 = dgraph.rms_norm(%14, self_attn.k_norm.weight, 1e-06)              f32[N, 2, 16]
                 %17 = dgraph.rope(%15, %8, %9)                                          f32[N, 2, 16]
@@ -85,7 +85,7 @@ def _put(graph: Graph, name: str, args: tuple[Any, ...], old: Node, report: Repo
 
 
 def _count_of(node: Node, source: Node) -> Node | str | None:
-    """What counts the rows of a call that matter; why it cannot stop after them; None if the host knows them all."""
+    """The node that counts the live rows of a call; why it cannot stop after them; None if the host knows them all."""
     counts: dict[Node, None] = {}
     others = []
     for user in node.users:
@@ -108,8 +108,7 @@ def _count_of(node: Node, source: Node) -> Node | str | None:
 
 
 def _origin(source: Node) -> tuple[Node, Node | None]:
-    """What made a value that may be seen through views; and the list of the rows that it is of, None if it is of all
-    rows."""
+    """The call that made a value behind views, and the list of the value's rows, None for all rows."""
     made = viewed(source)
     if _is(made, "compact"):
         return made, list_of(args_of(made)[1])

@@ -33,12 +33,12 @@ class CacheKV(Pass):
         after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18)
 
-    A step that holds every row whose keys changed computes what it computed before: all rows are written before any is
-    read, so a row sees what it saw, and rows that are no longer recomputed are seen as they were last written.
+    A step that holds every row whose keys changed computes the same values as before. All rows are written before any
+    is read, so a row sees the same keys. Rows that are no longer recomputed are seen as they were last written.
 
     With a `dtype`, keys and values are stored in that format, each vector of a position and a KV head over its scale.
     The scales lie in pools beside the caches: new inputs `k_scale_l` and `v_scale_l` f32[pages, page, KV heads]. Passes
-    that come later take them along; an op that cannot read what is stored so is refused by the verifier.
+    that come later take them along; the verifier refuses an op that cannot read this format.
 
         after   dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows, k_scale, v_scale)
                 %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18, k_scale, v_scale)
@@ -55,7 +55,7 @@ class CacheKV(Pass):
     Attributes:
         dtype: "fp8" for float8_e4m3fn: about half of the memory of bf16, and of the bytes that attention reads. None
             for the dtype of the model.
-        rings: whether keys behind a window give their place to later ones; False: they stay.
+        rings: True if keys behind a window give their place to later ones; False: they stay.
     """
 
     dtype: str | None = None

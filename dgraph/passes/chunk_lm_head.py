@@ -27,18 +27,19 @@ DECISION = ("token", "confidence", "margin", "entropy")
 class ChunkLMHead(Pass):
     """Replace the LM head and the decision after it by one op that keeps no logits.
 
-    Only rows whose token the step may commit (`candidate`) are projected, since the others' logits decide nothing:
-    `max_num_logits` rows at a time. Each chunk gives its tokens and how sure they are and is freed (dLLM-Serve's logit
-    budget). The graph's output `logits` becomes `token` i64 and `confidence`, `margin`, `entropy` f32. The mask token
-    itself is never predicted.
+    Only rows whose token the step may commit (`candidate`) are projected, `max_num_logits` rows at a time; the logits
+    of the others decide nothing. Each chunk gives its tokens and their confidences and is freed. This is the logit
+    budget of dLLM-Serve, *Taming the Memory Footprint Crisis: System Design for Production Diffusion LLM Serving*,
+    arXiv 2512.17077. The graph's output `logits` becomes `token` i64 and `confidence`, `margin`, `entropy` f32. The
+    mask token itself is never predicted.
 
         before  %3 = linear(%2, lm_head.weight)                                    f32[K, 2048]
                 return logits=%3
         after   %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 3)  (i64[K], ...)
                 return token=%4, confidence=%5, margin=%6, entropy=%7
 
-    On a sharded graph each rank reduces the logits of its ids to 7 numbers a row (28 bytes), of which all ranks gather
-    those of all, and from which each computes the same: no logits are gathered.
+    On a sharded graph each rank reduces the logits of its ids to 7 numbers a row (28 bytes). All ranks gather these
+    numbers of all ranks and compute the same decision from them. No logits are gathered.
 
         after   %3 = dgraph.lm_head_part(%2, lm_head.weight, None, ..., shard.first_id, 151936)    f32[K, 7]
                 %4 = dgraph.all_gather(%3, 'tp', 2)                                        f32[K, 14]

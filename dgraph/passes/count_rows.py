@@ -20,13 +20,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class CountRows(Pass):
-    """Take out the host read after an eviction: the kept rows are counted on the device.
+    """Remove the host read after an eviction: the kept rows are counted on the device.
 
-    A cut makes the host read how many rows are kept, so that what follows runs on so many. Instead, the kept rows move
-    to the front of as many as there were, their offsets say how many they are, and the others become padding: every op
-    over sequences leaves padding out already, each linear layer becomes one that reads the count on the device, and
-    padding goes to no expert of a mixture. The program is one stage without a host read, which on a GPU is one CUDA
-    graph per bucket of all rows.
+    At a cut the host reads the number of kept rows, so that later ops run on that many. Instead, the kept rows move to
+    the front, their offsets give their number, and the other rows become padding. Every op over sequences leaves
+    padding out already. Each linear layer becomes one that reads the count on the device. Padding goes to no expert of
+    a mixture. The program is one stage without a host read, which on a GPU is one CUDA graph per bucket of all rows.
 
         before  %15 = dgraph.keep_index(%12, cu_rows, -1)          -- stage cut --              (i64[K], i32[b+1])
                 %27 = linear(%26, self_attn.o_proj.weight)                                      f32[K, 256]

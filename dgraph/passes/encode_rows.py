@@ -17,15 +17,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class EncodeRows(Pass):
-    """Of a model whose rows say whether they are encoded (`encoded` bool[N]), keep what rows do that are.
+    """Keep only the computation of encoded rows, in a model whose input `encoded` bool[N] flags them.
 
-    A prompt's rows all are: there is nothing to choose, and what only denoised rows do is left out.
+    All rows of a prompt are encoded. So nothing is chosen by row, and the computation of denoised rows is left out.
 
         before  %4 = dgraph.rms_norm(%3, None, 1e-06)                  f32[N, 2816]
                 %5 = where(%encoded_column, %2, %4)                    f32[N, 2816]
         after   (every reader of %5 reads %2)
 
-    Exact for such rows. The inputs that nothing reads any more go, `encoded` among them.
+    Exact for encoded rows. Inputs without readers are removed, `encoded` among them.
     """
 
     effect: ClassVar[Effect] = Effect.EXACT

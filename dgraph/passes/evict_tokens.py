@@ -35,26 +35,31 @@ SELECTIONS = ("top", "random", "bottom", "scripted")
 
 @dataclass(frozen=True)
 class EvictTokens(Pass):
-    """Keep, after layer `after`, only the rows that are likely to be decoded in this step (FOCUS, section 4,
-    appendix E).
+    """Keep, after layer `after`, only the rows that are likely to be decoded in this step (FOCUS).
 
-    Importance of a candidate, a row whose token the step may commit (Eq. 2; the paper's masked tokens): the attention
-    that it receives from the candidates of its sequence, from queries and keys after RoPE, pooled over neighbours,
-    summed over heads, of all ranks. The signal is its change from layer `after - 1` to layer `after` (Eq. 3). Each
-    sequence keeps max(K, N_sigma) candidates, K = ceil(alpha x decoded tokens per step so far) (Eq. 4), N_sigma = rows
-    whose signal is at least one standard deviation above the mean; further the candidate left of each kept row, every
-    masked row between the rightmost row kept so far and the rightmost row kept now, and every row that holds a token.
+    Paper: *FOCUS: DLLMs Know How to Tame Their Compute Bound*, arXiv 2601.23278, section 4 and appendix E.
+
+    A candidate is a row whose token the step may commit (the paper's masked tokens). Its importance (Eq. 2) is the
+    attention that it receives from the candidates of its sequence. It is computed from queries and keys after RoPE,
+    pooled over neighbours, and summed over heads, of all ranks. The signal is the change of importance from layer
+    `after - 1` to layer `after` (Eq. 3).
+
+    Each sequence keeps max(K, N_sigma) candidates. K = ceil(alpha x decoded tokens per step so far) (Eq. 4). N_sigma is
+    the number of rows whose signal is at least one standard deviation above the mean. It also keeps the candidate left
+    of each kept row, and every row that holds a token. It also keeps every masked row between the rightmost row kept so
+    far and the rightmost row kept now.
+
     Keys and values of layer `after` are still written for all rows; from its attention on, all runs on the kept rows
-    (row set K). Where rows are evicted from the first step of a block on, as published, a row right of all that were
-    kept so far has no keys in the later layers, so the kept rows see their sequence up to the last of them. After
-    `full_steps` that evict nothing all rows have keys, if of an earlier step, and the kept rows see them.
+    (row set K). As published, rows are evicted from the first step of a block on. Then a row right of all rows kept so
+    far has no keys in the later layers. So the kept rows see their sequence up to the last kept row. After `full_steps`
+    that evict nothing all rows have keys, if of an earlier step, and the kept rows see them.
 
-    Where rows predict the next position (a logit shift), the candidates are the rows before masks, one for each mask,
-    and importance, budget and selection are theirs. What holds a token stays as ever, since its keys change: also a
-    candidate. What holds a mask and predicts none (before a decoded position, and at the end of a block) is never
-    selected and so evicted, but for the rule about those in between: `masked` says which rows these are. So the last
-    row of a block goes on once it is decoded, and before that only where nothing of its sequence is evicted. No row
-    sees a key that was never written: a decoded position comes at most one after a row that was kept.
+    If rows predict the next position (a logit shift), the candidates are the rows before masks, one for each mask.
+    Importance, budget and selection are theirs. A row that holds a token is always kept, since its keys change; it may
+    be a candidate too. A row that holds a mask and predicts none (before a decoded position, and at the end of a block)
+    is never selected. It is evicted, unless it lies between kept rows as above; the input `masked` flags rows that hold
+    masks. So the last row of a block goes on once it is decoded, and before that only if nothing of its sequence is
+    evicted. No row sees a key that was never written: a decoded position comes at most one after a row that was kept.
 
         before  dgraph.kv_write(%7, %8, k_cache, v_cache, positions, page_table, cu_rows)
                 %9 = dgraph.paged_attention(%6, ...)                                            f32[N, 8, 32]
@@ -72,13 +77,13 @@ class EvictTokens(Pass):
         alpha: retention over the average number of decoded tokens; at least 1, may be infinite.
         after: the layer whose attention is the first on the kept rows; at least 1 for the signal "delta".
         signal: "delta", or "importance" at layer `after` alone.
-        select: keep the "top" of the signal, the "bottom", or "random" rows (the paper's Table 3); "scripted" keeps
-            what the input `script` f32[N] says, to measure speed: where it is at least 0 it replaces the signal, which
-            is computed all the same. Alpha is 1 then, and `average` the number of rows to select.
+        select: keep the "top" of the signal, the "bottom", or "random" rows (the paper's Table 3); "scripted" follows
+            the input `script` f32[N], to measure speed. A script value of at least 0 replaces the signal, which is
+            computed all the same. Alpha is 1 then, and `average` the number of rows to select.
         keep: a fixed number of candidates instead of the dynamic budget; 0 for the budget.
         pool: width of the max-pooling over neighbouring candidates; odd.
-        full_steps: steps at the beginning of a block that evict nothing; 0 as published. A script says itself what the
-            first steps keep.
+        full_steps: steps at the beginning of a block that evict nothing; 0 as published. A script decides itself which
+            rows the first steps keep.
     """
 
     alpha: float = 1.5

@@ -14,11 +14,11 @@ from dgraph.passes.base import Effect, Pass, Report
 
 @dataclass(frozen=True)
 class FuseGLU(Pass):
-    """Multiply silu of the gate by up where the two are computed, if only the device knows the number of rows.
+    """Compute silu(gate) * up within the product of both, if only the device knows the number of rows.
 
-    A linear layer over a count leaves padding rows out. What stands between it and the next one is plain torch over as
-    many rows as there is room for, of which few may be live, and takes as long as the products. As part of the product
-    it runs on the live rows, and gate and up are never stored.
+    A linear layer over a count leaves padding rows out. The ops between it and the next one are plain torch over all
+    rows of the buffer, of which few may be live. They take as long as the products. As part of the product they run on
+    the live rows, and gate and up are never stored.
 
         before  %29 = dgraph.rows_linear(%28, mlp.gate_proj+up_proj.weight, None, %22)     f32[N, 256]
                 %30, %31 = split_with_sizes(%29, [128, 128], 1)                            (f32[N, 128], f32[N, 128])

@@ -33,8 +33,8 @@ class FuseProjections(Pass):
                 %3 = split_with_sizes(%2, [256, 128, 128], 1)
 
     Memory is not doubled: the model's own parameters become views of the stacked weight, with the values that they had.
-    A second graph over the same model finds them adjacent and stacks nothing. Of quantised weights, values, scales and
-    zeros are stacked, each by itself. A projection that is split into its parts already gives these to the one split.
+    A second graph over the same model finds them adjacent and stacks nothing. The values, scales and zeros of quantised
+    weights are stacked, each by itself. A projection that is split into parts already gives its parts to the new split.
     A layer whose feed-forward network is parallel to its attention, over one input, has a product for each.
 
     Reassociates: a GEMM of another width may sum in another order.
@@ -122,7 +122,8 @@ def _stacked_weight(graph: Graph, parts: Sequence[Node], rows: Sequence[int] | N
     """One weight of several.
 
     Args:
-        rows: of each, where it is the one scale of so many rows, which those of another part have not.
+        rows: number of rows of each part, if a part is one scale for all of its rows, which differs from part to part.
+            The scale is then repeated for every row.
     """
     names = [p.meta["weight"] for p in parts]
     paths = [n.split(".") for n in names]

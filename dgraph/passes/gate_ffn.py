@@ -24,14 +24,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class GateFFN(Pass):
-    """Run each layer's feed-forward network (its norm included) on the rows whose attention context has changed; the
-    others take what it gave them when it last ran (DyLLM, section 4; algorithm 3, lines 11 to 14).
+    """Run each layer's feed-forward network and its norm on rows whose attention context has changed (DyLLM).
+
+    The other rows reuse its output from when it last ran on them. Paper: *DyLLM: Efficient Diffusion LLM Inference via
+    Saliency-based Token Selection and Partial Attention*, arXiv 2603.08026, section 4; algorithm 3, lines 11 to 14.
 
     A row is salient if the cosine between its context and that of the step before is below tau, or in a full step. The
-    salient rows move to the front of as many as there were (row i of the one is not row i of the other), linear layers
-    run on as many as there are, and nobody reads their number on the host. New inputs: `full` bool[N], and per layer l
-    `c_cache_l` [pages, page, heads, head_dim] and `f_cache_l` [pages, page, hidden]. New output: `salient` i32[layers],
-    the number of salient rows.
+    salient rows move to the front of a buffer for all rows. So row i of the buffer is not row i of the step. Linear
+    layers stop after the salient rows, whose number is never read on the host. New inputs: `full` bool[N], and per
+    layer l `c_cache_l` [pages, page, heads, head_dim] and `f_cache_l` [pages, page, hidden]. New output: `salient`
+    i32[layers], the number of salient rows.
 
         before  %14 = dgraph.paged_attention(%12, k_cache, v_cache, page_table, cu_rows, limit, 0.25)
                 %18 = dgraph.rms_norm(%17, post_attention_layernorm.weight, 1e-06)              f32[N, 64]
@@ -47,11 +49,11 @@ class GateFFN(Pass):
                 %30 = dgraph.feature_take(f_cache, %row_slots)                                  f32[N, 64]
                 %31 = add(%20, %30)                                                             f32[N, 64]
 
-    What the cache holds is read where it is added: by the compiled region between two calls. The slots of the rows are
+    Cached outputs are read where they are added: by the compiled region between two calls. The slots of the rows are
     found once for all layers, before these: %row_slots = dgraph.row_slots(positions, page_table, cu_rows, ...).
 
-    A network that is parallel to the attention, and added with it, is gated alike; a norm that the two share is of all
-    rows.
+    A network that is parallel to the attention, and added with it, is gated alike. A norm that the two share runs on
+    all rows.
 
     Where PartialAttention has found the salient rows, they are taken from it; its tau must be the same. Run it after
     CacheKV. Approximate; with tau above 1 every row is salient and the program is the dense one.
@@ -137,7 +139,7 @@ class GateFFN(Pass):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the rows of a layer are."""
+    """Place of a layer's rows: positions, page table and offsets."""
 
     positions: Node
     page_table: Node
@@ -155,7 +157,7 @@ class _Place:
         return self.positions, self.page_table, self.cu_rows
 
     def slots(self, graph: Graph, cache: Node, by: str) -> Node:
-        """Where the rows lie in a cache, and in any other: found before, or now, as early as may be."""
+        """Slots of the rows, the same in every cache: an existing call, or a new one as early as possible."""
         args = self.arguments
         for node in graph.find("row_slots"):
             if args_of(node)[:3] == args:

@@ -42,7 +42,7 @@ def run_passes(
             graph and reported nothing.
         VerifyError: a pass broke a rule, or wrote a weight in place, which holds its own bits again.
 
-        What else a pass raises is raised with a note that names it.
+        Any other error of a pass is raised with a note that names the pass.
     """
     reports = []
     for step in passes:

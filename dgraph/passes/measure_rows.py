@@ -20,9 +20,9 @@ MEASURED = "measured"
 class MeasureRows(Pass):
     """Let the chunked LM head also compute statistics of the rows whose logits it has.
 
-    The graph's new output `measured` f32[K, S] has a column for each statistic. What these keep of a row from one step
-    to the next lies in a paged cache `statistics_W` f32[pages, page, W], at the row's position (see
-    `dgraph.ops.statistics.kept_rows`).
+    The graph's new output `measured` f32[K, S] has a column for each statistic. A statistic may store W numbers of a
+    row from one step to the next. They lie in a paged cache `statistics_W` f32[pages, page, W], at the row's position
+    (see `dgraph.ops.statistics.kept_rows`).
 
         before  %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 3)
                 return token=%4, confidence=%5, margin=%6, entropy=%7
@@ -31,7 +31,7 @@ class MeasureRows(Pass):
                                              %1, statistics_129, 'KL(top=64)')
                 return token=%4, confidence=%5, margin=%6, entropy=%7, measured=%8
 
-    It comes last. `Optimized.generate` applies it where a policy asks for more than dgraph::lm_head gives.
+    It must be the last pass. `Optimized.generate` applies it where a policy asks for more than dgraph::lm_head gives.
 
     Attributes:
         statistics: in the order of the columns.

@@ -24,13 +24,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OnlyMasked(Pass):
-    """Take candidate rows alone through the last layer, from its queries on; keys and values are written for all rows.
+    """Run the last layer on candidate rows alone, from its queries on; keys and values are written for all rows.
 
-    Of a row whose token the step cannot commit, nothing after the last layer's keys and values is ever read: its logits
-    decide nothing. In a step over a whole canvas these are nearly all rows. The candidates move to the front of as many
-    as there were, their number stays on the device, and the LM head is told that its rows are packed. A projection of
-    queries, keys and values together is taken apart, as in PartialAttention; one that cannot be gives queries of all
-    rows.
+    The logits of a row whose token the step cannot commit decide nothing. So nothing after its keys and values of the
+    last layer is ever read. In a step over a whole canvas these are nearly all rows. The candidates move to the front
+    of a buffer for all rows and their number stays on the device. The LM head is told that its rows are packed. A joint
+    projection of queries, keys and values is split, as in PartialAttention; one that cannot be split gives queries of
+    all rows.
 
         before  dgraph.kv_write(%10, %4, k_cache, v_cache, positions, page_table, cu_rows)
                 %11 = dgraph.paged_attention(%9, k_cache, v_cache, page_table, cu_rows, limit, 0.25)  f32[N, 4, 16]
@@ -43,8 +43,8 @@ class OnlyMasked(Pass):
                 %20 = dgraph.paged_attention(%19, k_cache, v_cache, page_table, %10, %14, 0.25)       f32[K, 4, 16]
                 %3 = dgraph.lm_head(%2, lm_head.weight, None, candidate, temperature, seed, 2048, 96, True)
 
-    Run it after CacheKV, EvictTokens and ChunkLMHead, and before CountRows, GateFFN and PartialAttention. Which
-    rows are candidates changes from block to block, so the last two keep nothing of a layer that runs on these.
+    Run it after CacheKV, EvictTokens and ChunkLMHead, and before CountRows, GateFFN and PartialAttention. The
+    candidates change from block to block, so the last two store nothing of a layer that runs on candidates.
 
     Reassociates: the same values on candidates, but a product over fewer rows may sum in another order.
     """
@@ -112,8 +112,7 @@ class OnlyMasked(Pass):
 
 
 def _attends(node: Node) -> bool:
-    """Whether an opaque call looks at several rows to give each row as many heads as it was given: an attention, known
-    or not."""
+    """True if an opaque call is an attention, known or not: it reads several rows and gives each row as many heads."""
     op, args = op_of(node.target), args_of(node)
     if op is None or op.inline or op.by_row or op.gathers or not args or not isinstance(args[0], Node):
         return False

@@ -124,7 +124,7 @@ class _Packer:
         return list(self._inner(node).values())
 
     def _is_rows(self, node: Node) -> bool:
-        """Whether the old value has one entry per token (and not merely per sequence)."""
+        """True if the old value has one entry per token (and not merely per sequence)."""
         names = self.graph.symbols.names_in
         return any("t" in names(s) for s in self._type(node).shape)
 

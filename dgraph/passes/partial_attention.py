@@ -23,13 +23,16 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class PartialAttention(Pass):
-    """Project keys and values of the rows only that were salient in the layer before, attend exactly for these, and add
-    to the context of the others what the changed values contribute (DyLLM, section 4; algorithms 3 and 4).
+    """Project keys and values only of rows that were salient in the layer before, and update other contexts (DyLLM).
+
+    Salient rows attend exactly. The contribution of the changed values is added to the contexts of the other rows.
+    Paper: *DyLLM: Efficient Diffusion LLM Inference via Saliency-based Token Selection and Partial Attention*, arXiv
+    2603.08026, section 4; algorithms 3 and 4.
 
     Layer 0 starts from the input `changed` bool[N], the rows whose token was decoded in the step before. Queries are
     projected for all rows. A row whose keys and values are not projected keeps those of the cache. A row is salient if
-    the cosine between its new context and that of the step before is below tau, or in a full step, in which every row
-    is exact. New inputs: `full`, `changed` bool[N], and `c_cache_l` [pages, page, heads, head_dim] per layer l. New
+    the cosine between its new context and that of the step before is below tau. In a full step every row is salient and
+    exact. New inputs: `full`, `changed` bool[N], and `c_cache_l` [pages, page, heads, head_dim] per layer l. New
     output: `salient` i32[layers], the number of salient rows.
 
         before  %3 = linear(%1, self_attn.k_proj.weight)                                        f32[N, 32]
@@ -42,18 +45,18 @@ class PartialAttention(Pass):
                 %14 = dgraph.kv_update(%11, %13, k_cache, v_cache, %8, page_table, layers[-1].%28)
                 %15, %16 = dgraph.partial_attention(%4, k_cache, v_cache, %14, layers[-1].%27, ..., 0.25, 0.99)
 
-    A projection that FuseProjections (or the model) made for queries, keys and values together is taken apart again:
-    queries, and keys with values, each over a view of the weight. Run it after CacheKV, with GateFFN in either order;
-    both have the same tau.
+    A joint projection of queries, keys and values, made by FuseProjections or the model, is split again. Queries, and
+    keys with values, become products over views of the weight. Run it after CacheKV, with GateFFN in either order; both
+    have the same tau.
 
     Approximate; with tau above 1 every row is salient and exact, and the program is the dense one.
 
     Attributes:
         tau: the cosine below which a row is salient; one number, or one for each layer.
-        update: whether rows that did not project keys and values take their context from the step before, updated.
-            False: all rows attend to the keys and values that there are (`paged_attention`, `drift`), and nothing of a
-            context is left of earlier steps. That is not in the paper. It reads all values, and makes no difference of
-            them. A layer that runs on masked rows alone (OnlyMasked) has no contexts to update, and needs it.
+        update: True if rows that did not project keys and values take their context from the step before, updated.
+            False: all rows attend to the current keys and values (`paged_attention`, `drift`), and no context of
+            earlier steps is reused. False is not in the paper. It reads all values, and computes no differences of
+            them. A layer that runs on masked rows alone (OnlyMasked) has no contexts to update, and needs False.
     """
 
     tau: float | tuple[float, ...] = 0.99

@@ -32,39 +32,42 @@ class QuantizeWeights(Pass):
                 %5 = linear(%3, %4)                                                                  f32[b, t, 64]
 
     Weights are rounded to the nearest numbers (`dgraph.quantised`). A product that reads such a weight multiplies by
-    what is stored, and no dequantised weight lies in memory (`dgraph.lowering.taken`); what else reads it dequantises.
+    the stored numbers, and no dequantised weight lies in memory (`dgraph.lowering.taken`). Any other reader dequantises
+    it.
 
-    Rows are rounded within the norm or the activation that makes them, between the products of experts within the gate,
-    and on a GPU within what adds up the shares of the keys of an attention (`dgraph.lowering.fused`). Where keys are
-    not divided, where a row is too wide for a program, and after a gated unit that is part of its product (FuseGLU), a
-    kernel reads the rows again: there a program has some heads, or a tile, of a row whose scale is that of all of it.
-    To round within the activation would leave gate and up in memory, which takes longer.
+    Rows are rounded within the norm or the activation that makes them. Between the products of experts they are rounded
+    within the gate. On a GPU they are rounded within the sum over the shares of an attention's keys
+    (`dgraph.lowering.fused`). A kernel reads the rows again if keys are not divided or a row is too wide for a program.
+    It also does so after a gated unit within its product (FuseGLU). There a program has some heads, or a tile, of a
+    row, and the scale is of the whole row. To round within the activation would leave gate and up in memory, which
+    takes longer.
 
-    It runs on a captured graph, before any other pass, so that all phases share what is stored, and ranks divide what
-    was quantised whole: a sharded model has the scales of the whole one.
+    It runs on a captured graph, before any other pass, so that all phases share the stored tensors. Ranks divide
+    weights that were quantised whole: a sharded model has the scales of the whole one.
 
     Approximate, unless the weights are numbers of the format times scales already.
 
     Attributes:
         format: "fp8", "int8" or "int4"; see `dgraph.quantised.Format`. None leaves all weights as they are.
         block: rows and columns of a weight that share a scale, -1 for all; None for the format's own.
-        zeros: whether each block also stores which number stands for 0.
+        zeros: True if each block also stores the number that stands for 0.
         which: patterns of the names of weights ("*.mlp.*", "model.layers.3.*"), of which one must match.
         but: patterns of names of which none may match.
-        lm_head: whether the LM head is among them.
-        embeddings: whether the vectors of ids are, of which a step reads those that it needs, and dequantises no
-            others. Where they are the LM head's weight too (tied), they are stored once, if both are chosen; that one
-            of the two be quantised alone would be two weights, and is left.
-        router: whether the projections that decide which experts run are.
-        activations: whether products by these weights also read their rows in the format's numbers, which then has 8
-            bits and one scale for each row of a weight. Without a format: those by weights that a checkpoint stores so.
-        weights: where to read the weights, if those of the graph only stand for them; no part of the configuration.
-            `Shapes`: the tensors stay stand-ins, since whoever divides the graph reads them.
+        lm_head: True if the LM head is among them.
+        embeddings: True if the embeddings are among them; a step reads and dequantises only the vectors that it needs.
+            If they are the LM head's weight too (tied), they are stored once, if both are chosen. If only one of the
+            two is chosen, neither is quantised, since that would make two weights.
+        router: True if the projections that decide which experts run are among them.
+        activations: True if products by these weights also read their rows in the format's numbers. The format must
+            then have 8 bits and one scale for each row of a weight. Without a format: products by weights that a
+            checkpoint stores so.
+        weights: source of the weights, if the graph's tensors only stand for them; no part of the configuration.
+            `Shapes`: the tensors stay stand-ins, since the pass that divides the graph reads them.
 
     Raises:
         UnknownName: another format.
-        InputError: a block that is none, a pattern that no weight matches, or activations in a format that products
-            cannot take.
+        InputError: an invalid block, a pattern that no weight matches, or activations in a format that products cannot
+            take.
     """
 
     format: str | None = "fp8"
@@ -176,7 +179,7 @@ class QuantizeWeights(Pass):
                     node.args = (x, choice, weight, gate_up, down, *(rest or ["silu"]), inner)
 
     def _kind_of_rows(self, stored: Stored | None, node: Node, report: Report) -> str | None:
-        """What the rows are rounded to that meet a weight in a call; None if they stay as they are."""
+        """Kind of numbers to which a call rounds the rows that meet a weight; None if they stay as they are."""
         if stored is None or not self._matches(stored.name):
             return None
         if not stored.quantised:
@@ -192,7 +195,7 @@ class QuantizeWeights(Pass):
         return kind
 
     def _matches(self, name: str) -> bool:
-        """Whether the name of a weight is one of those chosen."""
+        """True if the name of a weight is chosen."""
         return any(fnmatchcase(name, p) for p in self.which) and not any(fnmatchcase(name, p) for p in self.but)
 
     def _chosen(self, graph: Graph) -> dict[Node, int | None]:

@@ -28,19 +28,23 @@ ADAPT = InputSpec("adapt", torch.bool, ("N",))
 
 @dataclass(frozen=True)
 class ReuseRows(Pass):
-    """Run each layer but the first on the rows whose values are least similar to the cached ones; the others take what
-    attention and feed-forward network gave them when they last ran (dLLM-Cache, adaptive update of the response).
+    """Run each layer but the first on the rows whose values are least similar to the cached ones (dLLM-Cache).
+
+    The other rows reuse the outputs of attention and feed-forward network from when these last ran on them. Paper:
+    *dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching*, arXiv 2506.06295, adaptive update
+    of the response.
 
     Values are projected for all rows, compared with those of the cache (by cosine, over all KV heads), and replace
-    them. The `share` of each sequence's rows that have changed most, and the rows of the input `full` bool[N], get
-    new queries, keys, attention and feed-forward network. What these add to the residual stream is kept per position,
-    and added for every row to the stream as it now is. The first layer stays as it is. New inputs: `full`, and per
-    layer l `a_cache_l` and `f_cache_l` [pages, page, hidden]. New output: `salient` i32[layers - 1], the number of rows
-    that each layer after the first ran on. A row whose position has no page in the caches must be full; nothing is
-    kept of it.
+    them. The `share` of each sequence's rows that have changed most get new queries, keys, attention and feed-forward
+    network. So do the rows of the input `full` bool[N]. The addends of both networks to the residual stream are stored
+    per position, and added for every row to the current stream. The first layer stays as it is. New inputs: `full`, and
+    per layer l `a_cache_l` and `f_cache_l` [pages, page, hidden]. New output: `salient` i32[layers - 1], the number of
+    rows that each layer after the first ran on. A row whose position has no page in the caches must be full; nothing of
+    it is stored.
 
-    With `idle`, a further input `adapt` bool[N] says which rows take part in this. Rows that are neither full nor adapt
-    keep what is cached of them, values included (MaskKV A.9, algorithm 5: where the prompt alone is refreshed).
+    With `idle`, a further input `adapt` bool[N] flags the rows that take part. Rows that are neither full nor adapt
+    keep their cached values and outputs. This serves MaskKV (arXiv 2510.09309, A.9, algorithm 5), where the prompt
+    alone is refreshed.
 
         before  %13 = linear(%1, self_attn.v_proj.weight)                                       f32[N, 32]
                 dgraph.kv_write(%12, %14, k_cache, v_cache, positions, page_table, cu_rows)
@@ -54,14 +58,14 @@ class ReuseRows(Pass):
                 %20 = dgraph.feature_merge(%19, %5, a_cache, positions, page_table, cu_rows)    f32[N, 64]
                 %21 = add(stream, %20)                                                          f32[N, 64]
 
-    A projection of queries, keys and values together is taken apart: queries with keys, and values, each over a view of
-    the weight. Run it after CacheKV. Approximate; with a share of 1 every row is recomputed, and the program is the
-    dense one.
+    A joint projection of queries, keys and values is split: queries with keys, and values, each over a view of the
+    weight. Run it after CacheKV. Approximate; with a share of 1 every row is recomputed, and the program is the dense
+    one.
 
     Attributes:
         share: of a sequence's rows that adapt, all but the full ones if none is idle, in [0, 1]; rounded down to whole
             rows. 0 reuses all of them.
-        idle: whether some rows may neither be recomputed nor adapt.
+        idle: True if some rows may neither be recomputed nor adapt.
     """
 
     share: float = 0.25

@@ -1,4 +1,4 @@
-"""What passes over salient rows share: thresholds, lists of such rows, and computations moved to them."""
+"""Shared parts of passes over salient rows: thresholds, lists of such rows, and computations moved to them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ UPDATED = ("partial_attention", "partial_context")
 
 
 def finder(graph: Graph, layer: int) -> Node | None:
-    """What finds the salient rows of a layer; None if nothing does."""
+    """The call that finds the salient rows of a layer; None if there is no such call."""
     return next((node for op in FINDERS for node in graph.find(op, layer)), None)
 
 
@@ -87,7 +87,7 @@ def flags_of(found: Node) -> Node:
 
 
 def drifts(graph: Graph, layer: int) -> list[Node]:
-    """What compares the contexts of a layer with those of the step before."""
+    """Calls that compare the contexts of a layer with those of the step before."""
     return graph.find("drift", layer) + graph.find("drifted", layer)
 
 
@@ -175,7 +175,7 @@ def count_salient(graph: Graph, by: str) -> None:
 
 
 def of_masked(graph: Graph, node: Node) -> bool:
-    """Whether a value is over the masked rows alone (OnlyMasked): other ones in every step, and in every block."""
+    """True if a value is over the masked rows alone (OnlyMasked), which differ in every step and block."""
     head = head_of(graph)
     if isinstance(head, str) or head.kind != "head" or graph.row_set(head.x) != graph.row_set(node):
         return False

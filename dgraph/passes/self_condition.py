@@ -31,12 +31,14 @@ TABLE = page_table(OWN)
 class SelfCondition(Pass):
     """Replace a tied LM head by vocabulary attention, and keep the mean embeddings that it predicts for the next step.
 
-    softmax(cap(h E^T) / T) E is attention with the embedding E as keys and values. One op gives of each row the most
-    likely token, its probability, a draw and the entropy, which become the outputs `token`, `confidence`, `draw` and
-    `entropy`; and the mean embedding, which the row of that position reads in the next step in the place of the input
-    `soft`. It lies in a cache by position, `soft_cache` [pages_1, page, hidden], of which a row sees its own position
-    alone (a window of 1): so a sequence has as many positions there as a canvas, whatever its length. They are 0 before
-    the first step of each canvas, which begins with nothing predicted. Adds the inputs `page_table_1` i32[b, P_1],
+    softmax(cap(h E^T) / T) E is attention with the embedding E as keys and values. One op computes for each row the
+    most likely token, its probability, a draw, the entropy and the mean embedding. The first four become the outputs
+    `token`, `confidence`, `draw` and `entropy`. The mean embedding is read by the row of that position in the next
+    step, in place of the input `soft`.
+
+    It lies in a cache by position, `soft_cache` [pages_1, page, hidden], of which a row sees its own position alone (a
+    window of 1). So a sequence has as many positions there as a canvas, whatever its length. They are 0 before the
+    first step of each canvas, which begins with nothing predicted. Adds the inputs `page_table_1` i32[b, P_1],
     `temperature` f32[N] and `seed` i64[N].
 
         before  %90 = linear(%89, embed_tokens.weight)                                        f32[N, 262144]

@@ -1,4 +1,4 @@
-"""What each rank has of each weight of a captured graph, by the view of its layers and by hints."""
+"""Plan of the part that each rank has of each weight of a captured graph, by the view of its layers and by hints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Role:
-    """How a weight is divided.
+    """Division of a weight.
 
     Attributes:
         kind: one of `dgraph.sharding.KINDS`.
@@ -57,7 +57,7 @@ class Plan:
 
     Args:
         graph: as captured.
-        world, rank: number of ranks, and which one.
+        world, rank: number of ranks, and the index of this one.
         experts: "split" or "parallel".
         hints: pairs of a pattern of names and a kind, which hold instead of what the view says.
 
@@ -68,7 +68,7 @@ class Plan:
 
     Raises:
         InputError: sizes that ranks do not divide.
-        PassError: a weight of which nobody says what it is.
+        PassError: a weight whose role neither the view of the layers nor a hint declares.
     """
 
     def __init__(self, graph: Graph, world: int, rank: int, experts: str, hints: Sequence[tuple[str, str]]):
@@ -98,7 +98,7 @@ class Plan:
                 self.divisions[name] = _in_values(self.weights[name], division)
 
     def kind(self, weight: Node) -> str:
-        """What a weight is that a call reads, one of `dgraph.sharding.KINDS`."""
+        """Kind of a weight that a call reads, one of `dgraph.sharding.KINDS`."""
         role = self.roles.get(_name(weight) or "")
         return "replicated" if role is None else role.kind
 
@@ -254,7 +254,7 @@ class Plan:
         return Part.of(role.kind, role.dim, ranges), Division(role.dim, tuple(zip(whole, own, strict=True)), name)
 
     def _share(self, name: str, role: Role, segment: Segment) -> tuple[int, int]:
-        """What this rank has of a segment."""
+        """The (begin, end) that this rank has of a segment."""
         size = (segment.end - segment.begin) // max(1, segment.units)
         if segment.units % self.world == 0:
             count = segment.units // self.world

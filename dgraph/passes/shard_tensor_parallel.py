@@ -48,7 +48,8 @@ class ShardTensorParallel(Pass):
     `Graph.sharding` says over whom it is divided, `Graph.divided` what this rank has of each weight; heads and KV heads
     of `Graph.spec` are those of a rank, `Graph.whole` has those of the model.
 
-    What each weight is, the view of the layers says (`dgraph.layers`), and hints where it does not. Nothing is guessed.
+    The role of each weight is declared by the view of the layers (`dgraph.layers`), or else by hints. Nothing is
+    guessed.
 
     Reassociates: a sum over inputs is a sum of sums, in the order of ranks. Over one rank it is exact.
 
@@ -57,8 +58,8 @@ class ShardTensorParallel(Pass):
         group: the name of their group, see `dgraph.groups`.
         experts: "split": each rank has a part of every expert; "parallel": some experts.
         hints: pairs of a pattern of weights' names ("layers.*.mlp.fc1.weight") and one of `dgraph.sharding.KINDS`,
-            which hold instead of what the view says. "column" is divided by outputs, "row" by inputs. What a
-            "replicated" weight makes must be whole: all weights of a layer's attention, say, or none of them.
+            which override the view. "column" is divided by outputs, "row" by inputs. The results of a "replicated"
+            weight must be whole: for example all weights of a layer's attention, or none of them.
         rank: whose tensors to keep; no part of the pass's configuration, as the graph does not depend on it.
         weights: where to read the weights, if those of the graph only stand for them; no part of the configuration.
 
@@ -158,7 +159,7 @@ class ShardTensorParallel(Pass):
 
 
 def _kinds(graph: Graph, layer: int | None) -> str:
-    """How many weights of a layer are divided how."""
+    """Number of weights of a layer by kind of division, as text."""
     counts: dict[str, int] = {}
     scales = {part for node in graph.find("dequantise") if (of := stored_of(node)) for part in of.parts[1:]}
     for name, node in graph.weight_nodes().items():

@@ -17,10 +17,10 @@ SLOTS = InputSpec("slots", torch.int64, ("N",))
 
 @dataclass(frozen=True)
 class SlotKV(Pass):
-    """Write each row's keys and values where `slots` says, no longer where its position does.
+    """Write each row's keys and values at its slot (input `slots`), no longer at its position.
 
-    For plans whose region hides rows (`Region.seen`): the decode loop numbers the rows that exist, and `limit` counts
-    them, so attention sees these and nobody else, without a mask and without reading what is hidden. Rotary embeddings
+    It serves plans whose region hides rows (`Region.seen`). The decode loop numbers the rows that exist, and `limit`
+    counts them. So attention sees these rows alone, without a mask and without reading hidden keys. Rotary embeddings
     keep the positions. Run it right after `CacheKV`: passes that come later take the place of a row from there.
 
     New input: `slots` i64[N].

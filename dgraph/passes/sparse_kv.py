@@ -33,8 +33,10 @@ EVERYTHING = 1 << 31
 """More positions than any sequence has."""
 
 VOTERS = {"mask_voting": (0, EVERYTHING - 1), "snapkv": (-32, 0), "h2o": (-EVERYTHING, EVERYTHING - 1)}
-"""Whose attention is added up, as positions relative to the window's beginning: the response's rows (MaskKV), the
-prompt's last 32 (SnapKV's observation window), all rows (H2O)."""
+"""Rows whose attention is summed, as positions relative to the window's beginning.
+
+MaskKV sums over the response's rows, SnapKV over the prompt's last 32 (its observation window), H2O over all rows.
+"""
 SCORES = {"block": False, "shared": True}
 """Products of keys with the block's mean query, and whether all heads share their mean."""
 SELECTORS = (*VOTERS, *SCORES)
@@ -44,14 +46,20 @@ POOLINGS = ("max", "mean")
 
 @dataclass(frozen=True)
 class SparseKV(Pass):
-    """Keep, of the keys outside of each sequence's window, those that a selector ranks highest; packed per KV head.
+    """Keep only the keys outside of each sequence's window that a selector ranks highest, packed per KV head.
 
-    A step that selects (action SELECT of a sequence) sees all keys of its rows, ranks those outside of the window, and
-    copies the best of each head together with their values. Steps that reuse (REUSE) see the packed entries and the
-    window in the dense cache. Nothing else is stored: positions outside of the window have no pages. New inputs:
-    `window` i32[b, 2], `action` i32[b], `pack_start` i32[layers, b], and per layer l `k_pack_l`, `v_pack_l`
-    [entries, head_dim] (in float8, where the caches are, with `k_pack_scale_l` and `v_pack_scale_l` f32[entries]),
-    `pack_count_l` i32[sequences, KV heads] and `pack_index_l` i32[entries].
+    Published selectors: MaskKV, *Mask Tokens as Prophet: Fine-Grained Cache Eviction for Efficient dLLM Inference*,
+    arXiv 2510.09309. dLLM-Serve, *Taming the Memory Footprint Crisis: System Design for Production Diffusion LLM
+    Serving*, arXiv 2512.17077. Sparse-dLLM, *Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction*,
+    arXiv 2508.02558.
+
+    A step that selects (action SELECT of a sequence) sees all keys of its rows. It ranks the keys outside of the
+    window, and copies the best of each head together with their values. Steps that reuse (REUSE) see the packed entries
+    and the window in the dense cache. Nothing else is stored: positions outside of the window have no pages.
+
+    New inputs: `window` i32[b, 2], `action` i32[b] and `pack_start` i32[layers, b]. Per layer l: `k_pack_l`, `v_pack_l`
+    [entries, head_dim], `pack_count_l` i32[sequences, KV heads] and `pack_index_l` i32[entries]. If the caches are in
+    float8, so are the packs, with `k_pack_scale_l` and `v_pack_scale_l` f32[entries].
 
         before  %9 = dgraph.paged_attention(%6, k_cache, v_cache, page_table, cu_rows, limit, 0.18)   f32[N, 8, 32]
         after   %9 = dgraph.kv_votes(%6, %7, positions, positions, cu_rows, cu_rows, limit, window, action, 0.18, ...)
@@ -60,9 +68,9 @@ class SparseKV(Pass):
                 %10 = dgraph.sparse_attention(%6, %7, %8, k_cache, v_cache, page_table, k_pack, v_pack, pack_count,
                                               pack_start, positions, cu_rows, cu_rows, limit, window, action, 0.18, 0)
 
-    Where ranks have some heads each, a choice that looks at all of them (a mean over heads, budgets that are divided
-    over a layer's heads, a KV head whose queries several ranks have) is made on every rank alike, from scores gathered
-    over ranks; each packs its own heads.
+    If ranks have some heads each, some choices need scores of other ranks: a mean over heads, and budgets that are
+    divided over a layer's heads. A KV head whose queries several ranks have needs them too. Every rank makes these
+    choices alike, from scores gathered over ranks, and packs its own heads.
 
     Run it after passes that choose rows (EvictTokens, ReuseRows). Approximate; a budget of all candidates gives the
     dense program of the same rows.
@@ -71,18 +79,18 @@ class SparseKV(Pass):
         selector: "mask_voting": the sum of the attention that a key gets from the response's rows (MaskKV, Eq. 6);
             "block": its product with the block's mean query, per head (dLLM-Serve, Eq. 6); "shared": the same, averaged
             over all heads (Sparse-dLLM); "snapkv": attention from the prompt's last 32 rows; "h2o": from all rows.
-        ratio: entries per head, on average, as a share of the candidates; 0 if `pairs` says how many.
+        ratio: entries per head, on average, as a share of the candidates; 0 if `pairs` gives their number.
         pairs: entries per head on average, one number or one for each layer.
-        heads: how a layer's budget is divided: "uniform", "mass" (by what each head's scores sum up to: MaskKV, Eq. 7)
-            or "adaptive" (by how many of the best scores of the layer a head has: Ada-KV).
+        heads: division of a layer's budget: "uniform", "mass" (by the sum of each head's scores: MaskKV, Eq. 7) or
+            "adaptive" (by a head's number of the layer's best scores: Ada-KV).
         floor: the share of the budget that "mass" and "adaptive" divide uniformly, in [0, 1].
         pool: width of the pooling over neighbouring candidates; odd, 1 for none.
         pooling: "max" or "mean".
-        recent: the last so many candidates before the window are kept in any case.
-        reuse: the program for steps in which no sequence selects: it reads what is packed.
-        cached: keys to select from are read from the cache, where a step forwards the rows of a block only
-            (block-causal models), in inputs `key_positions` i64[M] and `cu_keys` i32[b+1]; False: they are those of the
-            step's own rows.
+        recent: number of last candidates before the window that are kept in any case.
+        reuse: True for the program of steps in which no sequence selects: it reads the packed entries.
+        cached: True if the keys to select from are read from the cache, since a step forwards only the rows of a block
+            (block-causal models). Their inputs are `key_positions` i64[M] and `cu_keys` i32[b+1]. False: they are the
+            keys of the step's own rows.
     """
 
     selector: str = "mask_voting"
@@ -234,8 +242,9 @@ class SparseKV(Pass):
         return graph.call(OPS["kv_scores"], shared, before=attention, by=by)
 
     def _over_heads(self, graph: Graph, score: Node, heads: int, before: Node, by: str) -> tuple[Node, ...]:
-        """What chooses: the scores; where a choice looks at heads of other ranks, those of all heads, and the number of
-        the first that is this rank's.
+        """Arguments of a choice: the scores of this rank's heads.
+
+        If a choice looks at heads of other ranks: the scores of all heads, and the number of this rank's first head.
         """
         if graph.sharding is None or graph.whole is None or graph.whole.heads == graph.spec.heads:
             return (score,)
