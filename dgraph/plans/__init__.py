@@ -1,1 +1,1 @@
-"""What recipes are made of beside passes, as plain values: rows, keys and values, budgets, calibration."""
+"""Parts of recipes beside passes, as plain values: rows, keys and values, budgets, calibration."""

@@ -1,4 +1,4 @@
-"""Which decoded rows of a block are not forwarded again before the block is done."""
+"""Block caches: rules for decoded rows of a block that are not forwarded again before the block is done."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""How many key-value pairs each layer keeps: an average, divided over the layers by published rules.
+"""Budgets of key-value pairs per layer: an average, divided over the layers by published rules.
 
-Every function gives a tuple with a number of pairs per KV head for each layer, whose sum is never above the average
-times the number of layers. All round down, and what that leaves over is not used. Shares are taken in double
-precision.
+Every function gives a tuple with a number of pairs per KV head for each layer. Its sum is never above the average times
+the number of layers. All round down, and the remainder is not used. Shares are taken in double precision.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ def uniform(layers: int, average: int) -> tuple[int, ...]:
 def maskkv(average: int, importance: Sequence[float], boundary: int = 1, beta: float = 0.4) -> tuple[int, ...]:
     """A base for every layer; the rest to the outer and to the middle layers, by how much they change hidden states.
 
-    MaskKV, Eq. 9 and appendix A.9, algorithm 2. The base is floor(beta * average). The rest of all layers together is
-    divided between the two groups by the sums of their importance (the outer group's part is rounded down), and each
-    part equally between the layers of its group (rounded down). Without any importance the rest is divided equally.
+    MaskKV (arXiv 2510.09309), Eq. 9 and appendix A.9, algorithm 2. The base is floor(beta * average). The rest of all
+    layers together is divided between the two groups by the sums of their importance; the outer group's part is rounded
+    down. Each part is divided equally between the layers of its group, rounded down. Without any importance the rest is
+    divided equally.
 
     Args:
         average: pairs per head, averaged over the layers.
         importance: of each layer, 1 - the mean cosine of its input and output hidden states; at least 0.
-        boundary: how many layers at either end are the outer group. The paper names the first and the last layer, but
-            gives no size of the group. At least 0; half of the layers or more: all are outer.
+        boundary: number of layers at either end that are the outer group. The paper names the first and the last layer,
+            but gives no size of the group. At least 0; half of the layers or more: all are outer.
         beta: the share of the average that is the base, in [0, 1].
 
     Raises:
@@ -62,14 +62,14 @@ def maskkv(average: int, importance: Sequence[float], boundary: int = 1, beta: f
 def pyramid(layers: int, average: int, beta: float = 20) -> tuple[int, ...]:
     """An arithmetic sequence from the first layer, which keeps most, to the last.
 
-    PyramidKV, section 4.2: the last layer keeps average / beta, the first one 2 * average - average / beta, and those
-    between lie on a line, so that the mean is the average. Each number is exact before it is rounded
-    down. A single layer keeps the average.
+    PyramidKV, section 4.2: the last layer keeps average / beta, and the first one 2 * average - average / beta. The
+    layers between lie on a line, so that the mean is the average. Each number is exact before it is rounded down. A
+    single layer keeps the average.
 
     Args:
-        layers: how many there are.
+        layers: number of layers.
         average: pairs per head, averaged over the layers.
-        beta: how many times the last layer's pairs the average is; at least 1 (then all keep the same).
+        beta: ratio of the average to the last layer's pairs; at least 1 (then all keep the same).
 
     Raises:
         InputError: a number out of range.

@@ -1,4 +1,4 @@
-"""What a calibration measured, and the file beside a model that keeps it."""
+"""Results of a calibration, and the file beside a model that stores them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _AGAIN = "Run `dgraph calibrate` for this model, or remove the file."
 
 @dataclass(frozen=True)
 class Calibration:
-    """How much each layer of a model changes what it is given (MaskKV, Eq. 8); see `dgraph.calibrate`.
+    """Change of the hidden states by each layer of a model (MaskKV, arXiv 2510.09309, Eq. 8); see `dgraph.calibrate`.
 
     Attributes:
         family, layers, hidden: the model, as its spec says it.
-        prompts: how many were measured.
+        prompts: number of prompts that were measured.
         max_new_tokens: masks after each prompt.
         seed: of the prompts; None where they were given.
         importance: per layer, the mean over the prompts; at least 0, to six significant digits.

@@ -1,8 +1,8 @@
-"""Which keys of a sequence stay in the dense cache, which are kept packed, and when they are chosen.
+"""Plans of keys: those that stay in the dense cache, those that are kept packed, and the step that chooses them.
 
 A sequence has a window of positions whose keys are always seen (the current block, or the response). All others are
-candidates: of these, every layer keeps some for each KV head, copied together, and the rest is gone until a step
-forwards the sequence as a whole again.
+candidates. Every layer keeps some candidates for each KV head, copied together. The rest is gone until a step forwards
+the sequence as a whole again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ WINDOWS = ("block", "response")
 
 @dataclass(frozen=True)
 class KVPlan:
-    """What a sequence keeps of its keys and values.
+    """Plan of the keys and values that a sequence keeps.
 
     Attributes:
-        window: what is always seen: the "block" that is being decoded, or the whole "response".
+        window: positions that are always seen: the "block" that is being decoded, or the whole "response".
         delay: with the window "block": steps of a block before the one that chooses. These, and the choosing one,
             are full steps that see every key. With the window "response" the first step of a response chooses; later
             ones that forward the prompt give the chosen keys their new values.
-        every: with the window "block": choose anew every so many steps of a block; 0 for once.
-        ratio: share of its candidates that a head keeps on average, in (0, 1]; 0 if `pairs` says how many.
+        every: with the window "block": interval of steps of a block at which keys are chosen anew; 0 for once.
+        ratio: share of its candidates that a head keeps on average, in (0, 1]; 0 if `pairs` gives their number.
         pairs: candidates that a head keeps on average, one number for all layers or one for each.
     """
 
@@ -48,28 +48,28 @@ class KVPlan:
 
     @property
     def repacks(self) -> bool:
-        """Whether kept entries get new values later, so that their positions must be remembered."""
+        """True if kept entries get new values later, so that their positions must be stored."""
         return self.window == "response"
 
     def kept_from(self, prompt: int, unit: int) -> int:
-        """The first position of a block-causal model's sequence that keeps its place in the cache after keys were
-        chosen: the window of a response begins with the block in which the prompt ends; unit: of which blocks begin at
-        multiples.
+        """First position of a block-causal sequence that keeps its place in the cache after keys were chosen.
+
+        The window of a response begins with the block in which the prompt ends. Blocks begin at multiples of `unit`.
         """
         return prompt // unit * unit if self.window == "response" else 0
 
     def candidates(self, prompt: int, response: int) -> int:
-        """Positions outside of the window of a sequence of so many positions, at most."""
+        """The most positions outside of the window, for a prompt and a response of these lengths."""
         return prompt + (response if self.window == "block" else 0)
 
     def entries(self, layer: int, candidates: int, kv_heads: int, budgets: int = 0) -> int:
-        """The most entries that a sequence keeps in a layer, over so many heads.
+        """The most entries that a sequence keeps in a layer, over `kv_heads` heads.
 
         Args:
-            layer: which; it may have a number of its own.
+            layer: index of the layer, which may have a number of pairs of its own.
             candidates: of the sequence; no head keeps more.
             kv_heads: whose entries are counted.
-            budgets: of how many heads they may use the budgets; 0: of their own.
+            budgets: number of heads whose budgets they may use; 0: their own.
         """
         pairs = pairs_of(self.pairs, layer) if self.pairs else int(self.ratio * candidates)
         return min(min(pairs, candidates) * (budgets or kv_heads), candidates * kv_heads)
@@ -94,7 +94,7 @@ class KVPlan:
 
 
 def pairs_of(pairs: tuple[int, ...], layer: int) -> int:
-    """A layer's number of pairs: the only one, or its own; 0 if there is none."""
+    """A layer's number of pairs: the only one, or its own; 0 for an empty tuple."""
     return pairs[layer if len(pairs) > 1 else 0] if pairs else 0
 
 

@@ -1,4 +1,4 @@
-"""Regions: which rows of the canvas a step forwards that is not a whole one, and which rows exist at all.
+"""Regions: the rows of the canvas that a step forwards if it is not whole, and the rows that exist at all.
 
 A region from outside is a frozen dataclass of its own:
 
@@ -28,11 +28,11 @@ from dgraph.plans.view import View
 
 @dataclass(frozen=True)
 class Region(Part, ABC):
-    """Which rows a step forwards.
+    """Rows that a step forwards.
 
     Attributes:
-        foresees: whether `rows` asks for `View.coming`; then only policies serve that know it.
-        hides: whether `seen` says something. The programs must address their caches by slot (the pass `SlotKV`).
+        foresees: True if `rows` reads `View.coming`, which only policies that know it serve.
+        hides: True if `seen` hides rows. The programs must then address their caches by slot (the pass `SlotKV`).
     """
 
     foresees: ClassVar[bool] = False
@@ -40,10 +40,10 @@ class Region(Part, ABC):
 
     @abstractmethod
     def rows(self, view: View) -> Tensor:
-        """bool[b, T]: rows that a step forwards. What lies outside of the sequence is left out anyway."""
+        """bool[b, T]: rows that a step forwards. Rows outside of the sequence are left out anyway."""
 
     def seen(self, view: View) -> Tensor:
-        """bool[b, T]: rows that exist, for a region that `hides`: others are not forwarded and nobody sees their keys.
+        """bool[b, T]: rows that exist, for a region that `hides`; others are not forwarded and their keys are not seen.
 
         Where this changes between two steps, the second one is whole and full. The current block and the row that
         predicts its first position are always seen.
@@ -52,7 +52,7 @@ class Region(Part, ABC):
 
 
 def rows_of(region: Region, view: View) -> Tensor:
-    """What a region says in `rows`; raises `InputError` for what is no bool[b, T]."""
+    """The result of a region's `rows`; raises `InputError` for a value that is no bool[b, T]."""
     return _checked(region, "rows", region.rows(view), view)
 
 
@@ -111,8 +111,8 @@ class Block(Region):
 
     Attributes:
         before, after: rows before the block, and after it, that go with it.
-        lead: with shifted logits, whether the row before the block, which predicts its first position and nothing else,
-            goes with it in all steps, or only in those that still want that position.
+        lead: with shifted logits, steps in which the row before the block goes with it. That row predicts the block's
+            first position and nothing else. True: in all steps; False: only in steps that still want that position.
     """
 
     before: int = 0
@@ -134,9 +134,9 @@ class Next(Region):
     former; for policies that know before a step what it commits (dKV-Cache-Greedy).
 
     Attributes:
-        around: masked rows that each row that the step decodes from brings along: one after the other, in the order in
-            which they are decoded, takes the nearest ones of the response, in the block or after it, that do not belong
-            to the region yet, and of two that are equally near the left one first.
+        around: number of masked rows that each row that the step decodes from adds to the region. The rows add in the
+            order in which they are decoded. Each takes the nearest masked rows of the response, in the block or after
+            it, that are not in the region yet. It takes the left one first of two that are equally near.
     """
 
     around: int = 0

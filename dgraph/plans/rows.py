@@ -1,8 +1,8 @@
-"""Which rows the steps of a bidirectional model forward.
+"""Plans of the rows that the steps of a bidirectional model forward.
 
 In a bidirectional model every row sees the whole canvas, so every decoded token changes every key. A method that does
-not forward all rows in all steps reads keys and values as they were last written; which rows it does forward, and how
-often all of them, is all that distinguishes the published caches of this kind.
+not forward all rows in all steps reads keys and values as they were last written. Published caches of this kind differ
+only in the rows that they forward, and in how often they forward all of them.
 
 In a block-causal model the keys of earlier blocks are final, and a step forwards the current block. There a plan only
 says which steps of a block are full: its region is `Block()`.
@@ -29,7 +29,7 @@ GROUP = "dgraph.parts"
 PARTS: Mapping[str, type[Part]] = Table({**REGIONS, **SCHEDULES}, GROUP, check_class(Part))
 """Every region and schedule by name, those of other packages included."""
 EVERY_ROW, ONE_FULL_STEP = All(), Counted()
-"""What a plan says that says nothing."""
+"""Defaults of a plan: every row in each step, and one full step per block."""
 FIRSTS = ("policy", "position")
 MANY_STEPS = 4096
 """More than a block takes."""
@@ -41,7 +41,7 @@ class RowPlan:
 
     In a full step a program recomputes everything it has; in the others it may skip what has hardly changed (DyLLM).
 
-    Whether decoded rows of the region are forwarded again is the block cache's business (see `Recipe.block_cache`).
+    The block cache decides if decoded rows of the region are forwarded again (see `Recipe.block_cache`).
 
     Attributes:
         region: the rows of a step that is not whole.
@@ -74,8 +74,9 @@ class RowPlan:
 
     @property
     def fits_blocks(self) -> bool:
-        """Whether a block-causal model can follow it: it forwards the current block, and says which of its steps are
-        full, the first of every block among them.
+        """True if a block-causal model can follow it.
+
+        Such a plan forwards the current block, and declares the full steps, the first of every block among them.
         """
         schedule, full = self.schedule, ahead(self.schedule.full, LATER_BLOCK)
         if (
@@ -116,11 +117,11 @@ class RowPlan:
 
 
 class RowCounts:
-    """What the host knows of the rows of sequences before their steps, without reading anything.
+    """Row counts of sequences that the host knows before their steps, without reading anything.
 
     Args:
-        plan: which rows a step forwards.
-        slots: how many sequences there may be.
+        plan: the rows that a step forwards.
+        slots: the most sequences.
         shift: the model's logit shift.
     """
 
@@ -166,7 +167,7 @@ class RowCounts:
         return None if whole is None else torch.where(whole, everything, region)
 
     def whole(self, slots: Sequence[int]) -> Tensor | None:
-        """bool[n]: whether each of these forwards every row in its next step; None if only the device knows."""
+        """bool[n]: True for sequences that forward every row in their next step; None if only the device knows."""
         prompt_end, end = self._bounds[list(slots)].unbind(1)
         view = View(prompt_end=prompt_end, end=end, shift=self._shift, step=self._step[list(slots)])
         return ahead(self._plan.schedule.whole, view)

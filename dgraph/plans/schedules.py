@@ -1,7 +1,7 @@
-"""Schedules: which steps are full, and which forward every row.
+"""Schedules: rules for the steps that are full, and for those that forward every row.
 
-A schedule from outside is a frozen dataclass of its own, as a region is (see `dgraph.plans.regions`). What it computes
-from `View.step` alone the host can say ahead, and the loop then reads nothing between such steps.
+A schedule from outside is a frozen dataclass of its own, as a region is (see `dgraph.plans.regions`). The host can
+compute ahead a schedule that reads `View.step` alone. The loop then reads nothing between such steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dgraph.plans.view import View
 
 @dataclass(frozen=True)
 class Schedule(Part, ABC):
-    """Which steps are full. Schedules combine: a step of `a | b` is full, or whole, if it is under either."""
+    """Schedule of full steps. Schedules combine: a step of `a | b` is full, or whole, if it is under either."""
 
     @abstractmethod
     def full(self, view: View) -> Tensor:
@@ -45,9 +45,10 @@ class Counted(Schedule):
 
     Attributes:
         full_steps: full steps at the beginning of every block; 0 only with a warm-up.
-        every: another full step every so many steps of a block; 0 for none.
+        every: interval of further full steps within a block, in steps; 0 for no further ones.
         warm_up: full steps at the beginning of a response.
-        widen: every row is forwarded, though not in a full step, every so many steps after the warm-up; 0 for never.
+        widen: interval of steps after the warm-up at which every row is forwarded, though not in a full step; 0 for
+            never.
     """
 
     full_steps: int = 1
@@ -80,8 +81,8 @@ class Apart(Schedule):
     """Prompt and response are recomputed at intervals of their own (dLLM-Cache).
 
     Attributes:
-        prompt_every: every row is forwarded, and the prompt recomputed, every so many steps of a response.
-        response_every: all rows of the response are recomputed every so many.
+        prompt_every: interval of steps of a response at which every row is forwarded and the prompt recomputed.
+        response_every: interval of steps at which all rows of the response are recomputed.
     """
 
     prompt_every: int

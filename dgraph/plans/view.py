@@ -1,4 +1,4 @@
-"""What a decode loop knows before a step: what regions and schedules compute with, on the device and on the host."""
+"""Facts that a decode loop knows before a step, which regions and schedules read on the device and on the host."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ FACTS = (
 
 
 class Unknown(Exception):
-    """Only the device knows this; whoever counts rows ahead on the host does without."""
+    """A fact that only the device knows; the host cannot count rows ahead by it."""
 
 
 class View:
-    """What is known of b sequences before a step.
+    """Known facts of b sequences before a step.
 
-    The device knows all of it, as tensors, and a transition that is compiled or captured computes with them: no value
-    is read, no shape depends on one. The host knows a part of it ahead, as the same tensors on a CPU, and asking for
-    another fact raises `Unknown`: the same formula then says how many rows a step has without a host read, wherever
-    that is possible at all.
+    The device knows all facts, as tensors, and a compiled or captured transition computes with them: no value is read,
+    no shape depends on one. The host knows a part of them ahead, as the same tensors on a CPU. Asking for another fact
+    raises `Unknown`. So the same formula gives the row count of a step without a host read, wherever that is possible
+    at all.
 
     Attributes:
         step, block_step: i64[b], steps that a sequence has done, and those of its current block.
@@ -78,15 +78,16 @@ class View:
         return self.inside & (self.positions >= (position - self.shift)[:, None])
 
     def around_block(self, before: int = 0, after: int = 0) -> Tensor:
-        """bool[b, T]: rows of the current block, its lead (the row that predicts its first position, if that is not its
-        own), and so many around them.
+        """bool[b, T]: rows of the current block and its lead, with `before` rows before them and `after` after them.
+
+        The lead is the row that predicts the block's first position, if that is another row than the position's own.
         """
         end = self.start + self.block + after
         return self.since(self.start - before) & (self.positions < end[:, None])
 
 
 def ahead(found: Callable[[View], Tensor], view: View) -> Tensor | None:
-    """What a formula gives where not all is known; None if it needs more."""
+    """The value of a formula over a partly known view; None if it needs an unknown fact."""
     try:
         return found(view)
     except Unknown:
