@@ -1,4 +1,4 @@
-"""A recipe: which passes make which phase, and how the decode loop runs them."""
+"""Recipes: the passes of each phase, and how the decode loop runs the phases."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Recipe(Described):
         name: under which it was built.
         version: raised when the same options come to mean another program.
         phases: the programs, by phase.
-        block_cache: which rows of the current block stay cached between its steps: "off" (none), "dc" (decoded rows),
-            "dc+" (decoded rows whose right neighbour is decoded too: FOCUS, section 4.3).
-        recommit: whether a finished block is forwarded once more as a whole before it is committed to the KV cache.
-        plan: which rows a step of a bidirectional model forwards; which steps of a block-causal one are full, None
-            where its programs do not ask.
-        kv: which keys and values stay; None for all of them.
+        block_cache: rows of the current block that stay cached between its steps. "off": no rows; "dc": decoded rows;
+            "dc+": decoded rows whose right neighbour is decoded too (FOCUS, section 4.3).
+        recommit: True if a finished block is forwarded once more as a whole before it is committed to the KV cache.
+        plan: rows that a step of a bidirectional model forwards. For a block-causal model, its full steps; None if its
+            programs do not ask.
+        kv: keys and values that stay; None for all of them.
     """
 
     name: str
@@ -126,7 +126,7 @@ class Recipe(Described):
         return replace(self, phases=tuple(phases))
 
     def with_logit_rows(self, rows: int) -> Recipe:
-        """The same method with the logits of at most so many rows at a time, in every phase (`ChunkLMHead`).
+        """The same method with the logits of at most `rows` rows at a time, in every phase (`ChunkLMHead`).
 
         Raises:
             InputError: below 1.
@@ -240,18 +240,18 @@ def caching(builder: Callable[P, Recipe]) -> Callable[P, Recipe]:
 KV_DTYPE = """\
         kv_dtype: how keys and values are stored: "fp8", or None for the dtype of the model; see `CacheKV`.
     """
-"""What the documentation of a builder says of the option, at the end of its arguments."""
+"""Entry of the option in the docstring of a builder, at the end of its arguments."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a recipe's defaults cost against `dense` under the same rule, as a table of benchmarks/results has it.
+    """Cost of a recipe's defaults against `dense` under the same rule, from a table of benchmarks/results.
 
     Attributes:
-        model, tasks, prompts: on which it was measured.
+        model, tasks, prompts: the model, tasks and number of prompts on which it was measured.
         points: exact match in percentage points, below 0 where it loses answers.
         within: the 95 % interval of these; None where no paired one was measured.
-        steps: how many times the steps of dense; None where they were not measured.
+        steps: steps as a multiple of those of dense; None if they were not measured.
         page: of benchmarks/results, without its ending.
     """
 
@@ -280,7 +280,7 @@ def costing(*costs: Cost) -> Callable[[Callable[P, Recipe]], Callable[P, Recipe]
 
 
 def costs_of(builder: Builder) -> tuple[Cost, ...]:
-    """What a builder's defaults cost, table by table; none where it was not measured."""
+    """Costs of a builder's defaults, table by table; empty if none was measured."""
     return getattr(builder, "costs", ())
 
 
@@ -291,9 +291,11 @@ def options_of(builder: Builder) -> dict[str, Any]:
 
 
 def types_of(builder: Builder) -> dict[str, Any]:
-    """The types in which a builder's options are read from text: those of their defaults; of an option whose default is
-    None, text if it is annotated so ("str | None"), else a whole number. Of a tuple its values' as well: that of the
-    first, or of one without any what it is annotated with ("tuple[int, ...]"), else text.
+    """The types in which a builder's options are read from text: the types of their defaults.
+
+    An option with the default None is text if it is annotated so ("str | None"), else a whole number. A tuple's values
+    have the type of its first value. The values of an empty tuple have the type of its annotation ("tuple[int, ...]"),
+    else text.
     """
     parameters = inspect.signature(builder).parameters
 

@@ -1,4 +1,4 @@
-"""Caches of bidirectional models: which rows a step forwards, and how often all of them."""
+"""Caches of bidirectional models: the rows that a step forwards, and how often it forwards all of them."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def fast_dllm(
 ) -> Recipe:
     """Fast-dLLM: the whole canvas where a block starts, then the block alone (dual) or with all after it (prefix).
 
-    As published, for LLaDA and for Dream, with one difference that changes no token: a block that its first step
-    completes takes no second one.
+    Paper: *Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding*, arXiv
+    2505.22618. It is as published, for LLaDA and for Dream, with one difference that changes no token. A block that its
+    first step completes takes no second one.
 
     Args:
         spec: the model; bidirectional.
         cache: "prefix" or "dual".
-        first: what a block's first step commits: what the policy chooses ("policy", published for LLaDA), or the
-            block's first position alone, whatever its confidence ("position", published for Dream, whose later steps
-            then leave out the row before the block). "published": "position" on a model with shifted logits, "policy"
-            on others.
-        every: forward the whole canvas every so many steps of a block; 0 for its first step only.
+        first: tokens that a block's first step commits. "policy": the policy's choice, published for LLaDA. "position":
+            the block's first position alone, whatever its confidence, published for Dream; later steps then leave out
+            the row before the block. "published": "position" on a model with shifted logits, "policy" on others.
+        every: interval of steps of a block at which the whole canvas is forwarded; 0 for its first step only.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         max_num_logits: rows whose logits exist at a time.
     """
@@ -56,7 +56,7 @@ def fast_dllm(
 
 
 def published_first(spec: ModelSpec) -> str:
-    """What a block's first step commits in published block-wise code, as in `RowPlan`: on Dream the first position."""
+    """`RowPlan.first` of published block-wise code: on Dream a block's first step commits the first position."""
     return "position" if spec.logit_shift else "policy"
 
 
@@ -72,23 +72,25 @@ def dkv_cache(
     around: int | None = None,
     max_num_logits: int = 2048,
 ) -> Recipe:
-    """dKV-Cache: what is not decoded and what was decoded in the step before, or little more than what is decoded next.
+    """dKV-Cache: rows not yet decoded and rows decoded in the step before, or few more rows than are decoded next.
+
+    Paper: *dKV-Cache: The Cache for Diffusion Language Models*, arXiv 2505.15781.
 
     Variant "decode": a token's keys are cached one step after it was decoded; all rows that are not decoded are
     forwarded in every step. The first two steps of a block, and every `every`-th, forward the whole canvas.
 
-    Variant "greedy": a step forwards the rows that it decodes from, those that were decoded in the step before, and
-    `around` masked rows around each of the former (see `Next`). A block's first step, and every `every`-th, forward
-    the whole canvas. It takes a policy that knows before a step what it commits: "dkv_greedy", LLaDA's random remasking
-    in an order drawn once per block, as published, or "sequential". In a model with shifted logits (Dream), for which
-    nothing is published, the row before a token is the one that it is decoded from, and its own row is the one
+    Variant "greedy": a step forwards the rows that it decodes from, with `around` masked rows around each (see `Next`).
+    It also forwards the rows that were decoded in the step before. A block's first step, and every `every`-th, forward
+    the whole canvas. It takes a policy that knows the step's commits before the step. Such policies are "dkv_greedy"
+    (LLaDA's random remasking in an order drawn once per block, as published) and "sequential". Nothing is published for
+    a model with shifted logits (Dream). There a token is decoded from the row before it, and its own row is the one
     that was decoded.
 
     Args:
         spec: the model; bidirectional.
         variant: "decode" or "greedy".
-        every: steps between full ones, 0 for none but a block's first; default 8, for "greedy" 2, as in the published
-            examples.
+        every: steps between full ones, 0 for none but a block's first; default 8, for "greedy" 2, both as in the
+            published examples.
         around: masked rows around each row that "greedy" decodes from; default 4, as there.
         max_num_logits: rows whose logits exist at a time.
     """
@@ -126,7 +128,7 @@ def vicinity(
         before: rows before the block that go with it.
         after: rows after it that do.
         warm_up: full steps at the beginning of a response.
-        every: forward the whole canvas every so many steps of a block; 0 for its first step only.
+        every: interval of steps of a block at which the whole canvas is forwarded; 0 for its first step only.
         max_num_logits: rows whose logits exist at a time.
     """
     _bidirectional("vicinity", spec)

@@ -1,4 +1,4 @@
-"""Recipes of two parts, as "maskkv+focus": which keys are kept, by the one; which rows are forwarded, by the other."""
+"""Recipes of two parts, as "maskkv+focus": the first chooses the keys to keep, the second the rows to forward."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KEEPERS: dict[str, Callable[..., Kept]] = {
     "dllm_serve": kept_by_dllm_serve,
     "sparse_dllm": kept_by_sparse_dllm,
 }
-"""Recipes that say which keys are kept."""
+"""Recipes that choose the keys to keep."""
 
 ROWS: dict[str, Builder] = {"focus": focus, "fast_dllm": fast_dllm}
-"""Recipes that go with them, because their steps forward rows of the block and the whole canvas now and then."""
+"""Recipes that combine with them, because their steps forward rows of the block and the whole canvas now and then."""
 
 REFUSED = {
     "dense": "forwards every row in every step, so no step could do with the keys that are kept",
@@ -31,7 +31,7 @@ REFUSED = {
     "vicinity": "forwards rows before the block, whose keys would have no place in the cache",
     "dllm_cache": "is the row part of 'maskkv' already",
 }
-"""Recipes that do not, and why."""
+"""Recipes that do not combine with them, and the reasons."""
 
 
 def combined(kept: str, rows: str, builder: Builder) -> Builder:

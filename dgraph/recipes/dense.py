@@ -19,7 +19,7 @@ from dgraph.recipes.base import Phase, Recipe, caching
 from dgraph.spec import ModelSpec
 
 CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())
-"""What every recipe for a block-causal model starts with."""
+"""First passes of every recipe for a block-causal model."""
 
 STACKED = frozenset({"FuseProjections"})
 """Optional wherever it is used: projections that are stored in different ways stay apart."""
@@ -57,8 +57,10 @@ def phases_of(spec: ModelSpec, *after: Pass, optional: frozenset[str] = frozense
 
 
 def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
-    """What a step ends in: logits of masked rows only, and on a bidirectional model, whose steps may forward the whole
-    canvas, a last layer of these rows only; of a model without a mask token, what all rows predict, for the next step.
+    """Last passes of a step: logits of masked rows only.
+
+    On a bidirectional model, whose steps may forward the whole canvas, the last layer also runs on these rows only. On
+    a model without a mask token, the next step reads the predictions of all rows.
     """
     if spec.noise == "uniform":
         return (SelfCondition(),)

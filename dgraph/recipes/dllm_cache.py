@@ -31,7 +31,8 @@ def dllm_cache(
     the other rows get new values, and the outputs that attention and feed-forward network gave them last. The first
     layer recomputes all rows.
 
-    As published, with one difference: where logits are shifted (Dream), the prompt's last row, which predicts the first
+    Paper: *dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching*, arXiv 2506.06295. It is as
+    published, with one difference. If logits are shifted (Dream), the prompt's last row, which predicts the first
     token, goes with the response.
 
     Args:

@@ -1,4 +1,4 @@
-"""DyLLM: recompute what has hardly changed for the rows only where it has."""
+"""DyLLM: recompute a layer only for the rows whose attention context has changed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ def dyllm(
     """DyLLM: feed-forward, keys and values of rows whose attention context changed; the others' are kept.
 
     The first steps of a response compute everything. After them, a step forwards the response alone, and the prompt
-    with it every `response_only_period` steps. In each layer, the rows whose context has changed (its cosine with that
-    of the step before is below tau) go through the feed-forward network, give the next layer new keys and values, and
-    attend exactly there; the context of the others is updated (paper, algorithms 1 to 4).
+    with it every `response_only_period` steps. A row is salient in a layer if its context has changed: the cosine with
+    that of the step before is below tau. Salient rows go through the feed-forward network, give the next layer new keys
+    and values, and attend exactly there. The context of the others is updated.
 
-    On a block-causal model the same is done within each block, whose first steps compute everything, and so do the rows
-    that commit the block before: keys of finished blocks are what the dense model gives for these tokens. A row that a
-    block cache skips keeps its keys as they were last written; where that is a tail of the block, which then is out of
-    sight, what it gave to the contexts that are updated stays in them.
+    Paper: *DyLLM: Efficient Diffusion LLM Inference via Saliency-based Token Selection and Partial Attention*, arXiv
+    2603.08026, algorithms 1 to 4.
+
+    On a block-causal model the same is done within each block, whose first steps compute everything. So do the rows
+    that commit the block before: keys of finished blocks are those of the dense model for these tokens. A row that a
+    block cache skips keeps its keys as they were last written. Skipped rows at the tail of a block are out of sight.
+    Their contributions stay in the contexts that are updated.
 
     Args:
         spec: the model.
@@ -55,18 +58,19 @@ def dyllm(
             model.
         full_steps: steps that compute everything, at least 1: at the beginning of a response, default 4; of each block
             of a block-causal model, default 1.
-        every: another such step every so many steps of a block, from its first on; 0 for none.
-        response_only_period: every so many steps after the first full ones, all rows are forwarded; the first one is
-            such a step. 0: never the prompt's again. Bidirectional models only; default 4, as published. 8 avoids half
-            of what takes most of the time, and changed next to nothing on the embedded model. Where several tokens are
-            committed per step, full steps take most of it: at four, two of them, a period of 0 and update=False are 1.6
-            times faster than Fast-dLLM's dual cache, and as near to the dense model (benchmarks/results/dyllm.md).
-        gate: whether feed-forward networks run on salient rows only.
-        partial: whether keys and values are projected for salient rows only, and attention is updated.
-        update: where partial: whether the context of the other rows is the one of the step before, updated by what the
-            changed values contribute (as published). False: they attend to all keys and values that there are, which is
-            exact, and at 1280 keys on an H200 faster, too (benchmarks/results/dyllm.md). On a bidirectional model the
-            last layer then runs on masked rows alone, and keeps nothing of them.
+        every: interval of further such steps within a block, in steps, from its first on; 0 for no further ones.
+        response_only_period: interval of steps after the first full ones at which all rows are forwarded; the first one
+            is such a step. 0: the prompt's rows are never forwarded again. Bidirectional models only; default 4, as
+            published. 8 avoids half of the steps that take most of the time, and changed next to nothing on the
+            embedded model. If several tokens are committed per step, full steps take most of the time. At four tokens
+            per step, full_steps=2, a period of 0 and update=False are 1.6 times faster than Fast-dLLM's dual cache.
+            They are as near to the dense model (benchmarks/results/dyllm.md).
+        gate: True if feed-forward networks run on salient rows only.
+        partial: True if keys and values are projected for salient rows only, and attention is updated.
+        update: for partial attention. True: the context of the other rows is that of the step before, updated by the
+            contribution of the changed values (as published). False: they attend to all current keys and values. That
+            is exact, and at 1280 keys on an H200 faster, too (benchmarks/results/dyllm.md). On a bidirectional model
+            the last layer then runs on masked rows alone, and stores nothing of them.
         block_cache: "off", "dc" or "dc+"; see `Recipe`. Block-causal models only.
         recommit: forward a finished block once more before it is committed (block-causal models).
         max_num_logits: rows whose logits exist at a time.

@@ -40,29 +40,31 @@ def focus(
 ) -> Recipe:
     """FOCUS: evicts rows after layer `after`, caches decoded rows within the block.
 
-    The first step of each block evicts nothing, and what is evicted after it is seen with the keys that it had last. So
-    it is published for bidirectional models, whose first step forwards the whole canvas (paper, appendix B). On
-    block-causal ones the published FOCUS evicts in the first step, too, when it does not know yet how many tokens a
-    step commits, and hides all keys after the last kept row: `full_steps=0` (benchmarks/results/focus.md says what
-    either costs). Where rows predict the next position, the row before a mask stands for it (see `EvictTokens`).
-    Of a model that encodes what it has denoised, the forwards that encode evict nothing, and all others may.
+    Paper: *FOCUS: DLLMs Know How to Tame Their Compute Bound*, arXiv 2601.23278.
+
+    The first step of each block evicts nothing, and rows that are evicted later are seen with their last keys. This is
+    published for bidirectional models, whose first step forwards the whole canvas (paper, appendix B). On block-causal
+    models the published FOCUS evicts in the first step, too: `full_steps=0`. There it does not know yet how many tokens
+    a step commits, and it hides all keys after the last kept row. Costs of both are in benchmarks/results/focus.md. If
+    rows predict the next position, the row before a mask stands for it (see `EvictTokens`). In a model that encodes a
+    denoised block, the forwards that encode evict nothing, and all others may.
 
     Args:
         spec: the model.
         alpha: retention over the average number of decoded tokens per step, at least 1; the paper's default is 1.5.
         after: the layer whose keys and values are written before rows are evicted.
         signal: "delta" (change of importance from the layer before) or "importance".
-        select: keep the "top", "random" or "bottom" rows of the signal; "scripted": what a script of commits says, to
+        select: keep the "top", "random" or "bottom" rows of the signal; "scripted": the rows of a script of commits, to
             measure speed (see `EvictTokens`).
         keep: a fixed number of masked rows instead of the dynamic budget; 0 for the budget.
         signal_pool: width of the max-pooling of the signal over neighbouring masked rows; odd.
         full_steps: steps at the beginning of a block that evict nothing, default 1; 0 on block-causal models alone, as
-            published, and always on those that work in two modes.
+            published, and always on models that work in two modes.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         recommit: forward a finished block once more before it is committed (as the paper's quality figures do).
         max_num_logits: rows whose logits exist at a time.
-        count: who counts the kept rows: the "host", which reads their number and runs a bucket of them, or the
-            "device", which runs a step without that read (see `CountRows`).
+        count: place where the kept rows are counted. The "host" reads their number and runs a bucket of them. The
+            "device" runs a step without that read (see `CountRows`).
     """
     if count not in COUNTS:
         raise InputError(f"count must be one of {', '.join(map(repr, COUNTS))}, got {count!r}.")

@@ -1,4 +1,4 @@
-"""Which keys a method keeps, on top of a recipe that says which rows a step forwards."""
+"""Keys that a method keeps, on top of a recipe that chooses the rows that a step forwards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dgraph.recipes.base import Phase, Recipe
 
 @dataclass(frozen=True)
 class Kept:
-    """Which keys a method keeps; it goes with any recipe that says which rows a step forwards.
+    """Keys that a method keeps; it goes with any recipe that chooses the rows that a step forwards.
 
     Attributes:
         plan: the window, when keys are chosen, and how many.
-        select: how they are chosen; its budget is the plan's.
+        select: the pass that chooses them; its budget is the plan's.
     """
 
     plan: KVPlan

@@ -36,7 +36,7 @@ def kept_by_maskkv(
     layer_floor: float = 0.4,
     boundary: int = 1,
 ) -> Kept:
-    """What MaskKV keeps of the prompt, or what an autoregressive method would; see `maskkv`."""
+    """Keys of the prompt that MaskKV, or an autoregressive method, keeps; see `maskkv`."""
     if selector not in METHODS:
         raise UnknownName("selector of maskkv", selector, METHODS)
     if layers not in LAYERS:
@@ -69,14 +69,14 @@ def kept_by_maskkv(
 def kept_by_dllm_serve(
     spec: ModelSpec, ratio: float = DEFAULT_RATIO, pool: int = 3, delay: int = 1, every: int = 0, pairs: int = 0
 ) -> Kept:
-    """What dLLM-Serve keeps, for each head; see `dllm_serve`."""
+    """Keys that dLLM-Serve keeps, for each head; see `dllm_serve`."""
     return _around_block("block", ratio, pool, delay, every, pairs)
 
 
 def kept_by_sparse_dllm(
     spec: ModelSpec, ratio: float = DEFAULT_RATIO, pool: int = 3, delay: int = 1, every: int = 0, pairs: int = 0
 ) -> Kept:
-    """What Sparse-dLLM keeps, the same for all heads; see `sparse_dllm`."""
+    """Keys that Sparse-dLLM keeps, the same for all heads; see `sparse_dllm`."""
     return _around_block("shared", ratio, pool, delay, every, pairs)
 
 
@@ -89,7 +89,7 @@ def _around_block(selector: str, ratio: float, pool: int, delay: int, every: int
 
 @dataclass(frozen=True)
 class _Method:
-    """How a method of MaskKV's tables chooses keys, and how it divides pairs among layers, if not evenly."""
+    """Method of MaskKV's tables: its choice of keys, and its division of pairs among layers, if not even."""
 
     select: SparseKV
     budget: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
@@ -142,19 +142,22 @@ def maskkv(
 ) -> Recipe:
     """MaskKV: of the prompt's keys, those that the response's masks attend to; the rest is evicted.
 
-    The first step of a response forwards everything, adds up for each head what attention the prompt's positions get
-    from the response's rows, and keeps the best. Steps that `prompt_interval` divides forward the prompt once more to
-    give the kept ones new values. The response is updated as by dLLM-Cache: all of it every `response_interval` steps,
-    else the share `rho` of its rows whose values have changed most. Nothing else of the prompt is stored, and only
-    masked rows are projected on the vocabulary (paper, appendix A.2 and A.9).
+    The first step of a response forwards everything. For each head it sums the attention that the prompt's positions
+    get from the response's rows, and keeps the best positions. Steps that `prompt_interval` divides forward the prompt
+    once more to give the kept positions new values. The response is updated as by dLLM-Cache: all of it every
+    `response_interval` steps, else the share `rho` of its rows whose values have changed most. Nothing else of the
+    prompt is stored, and only masked rows are projected on the vocabulary.
 
-    Two differences: the first layer recomputes all forwarded rows in every step, as dLLM-Cache does, and where logits
-    are shifted (Dream), the prompt's last row belongs to the response.
+    Paper: *Mask Tokens as Prophet: Fine-Grained Cache Eviction for Efficient dLLM Inference*, arXiv 2510.09309,
+    appendix A.2 and A.9.
 
-    The keys of a block-causal model's prompt are final: they are prefilled, the response's first step chooses among
-    those of whole blocks, and the others' pages are given back. Where a model encodes what it has denoised with the
-    next token, the first step that denoises chooses, by the rows of its block. What is encoded before it reads every
-    key; what is encoded after it reads what is kept, as a commit does, and predicts the next token from it.
+    There are two differences. The first layer recomputes all forwarded rows in every step, as dLLM-Cache does. If
+    logits are shifted (Dream), the prompt's last row belongs to the response.
+
+    The keys of a block-causal model's prompt are final. They are prefilled, the response's first step chooses among the
+    keys of whole blocks, and the pages of the others are given back. If a model encodes a denoised block and predicts
+    the next token, the first step that denoises chooses, by the rows of its block. Forwards that encode before that
+    step read every key. Later ones read the kept keys, as a commit does, and predict the next token from them.
 
     Args:
         spec: the model.
@@ -163,9 +166,9 @@ def maskkv(
         selector: "mask_voting", or an autoregressive method that MaskKV is compared with: "snapkv", "pyramidkv",
             "squeeze" (SqueezeAttention), "adakv" or "h2o"; these ask rows of the prompt, which only a bidirectional
             model's steps forward.
-        layers: whether "mask_voting" divides pairs among layers by their "importance" (if it was measured: see
-            `dgraph calibrate`) or has as many in each ("uniform").
-        heads: how a layer's pairs are divided among heads: "uniform", "mass" or "adaptive"; "": as the method does.
+        layers: division of pairs among layers by "mask_voting": by their "importance" (if it was measured: see `dgraph
+            calibrate`), or "uniform".
+        heads: division of a layer's pairs among heads: "uniform", "mass" or "adaptive"; "": the method's own.
         head_floor: share of a layer's pairs that its heads get alike (mask_voting; alpha in the paper).
         layer_floor: share of the pairs that layers get alike (importance; beta in the paper).
         boundary: layers at either end that count as boundary layers (importance).
@@ -215,27 +218,29 @@ def dllm_serve(
 ) -> Recipe:
     """dLLM-Serve, per request: a block's steps read the block and, for each head, the best keys around it.
 
-    The first `delay` steps of a block see everything; so does the next, which chooses: for each KV head the positions
-    whose keys fit the block's mean query best, pooled over neighbours (Eq. 6). Prompt, earlier blocks and the masks
-    after the block compete in one pool. The steps after it forward the block alone. In a block-causal model all
-    steps do, and those that see everything read the cache, which keeps all keys for the blocks to come. Where a model
-    encodes what it has denoised with the next token, the forwards that encode see everything, and steps that denoise
-    are counted.
+    Paper: *Taming the Memory Footprint Crisis: System Design for Production Diffusion LLM Serving*, arXiv 2512.17077.
 
-    Where a step before the one that chooses opens a block, the published code has that step commit the block's first
-    position, whatever its confidence, which the paper does not say; other tokens of that step, where it decodes
-    several, follow by confidence. Here this holds on Dream, for the first position alone, and for other models with
-    first="position". One difference on Dream: the row before the block, which predicts its first position, goes with
-    the block in all steps; there its keys compete with those of the others.
+    The first `delay` steps of a block see everything, and so does the next, which chooses. For each KV head it chooses
+    the positions whose keys fit the block's mean query best, pooled over neighbours (Eq. 6). Prompt, earlier blocks and
+    the masks after the block compete in one pool. The steps after it forward the block alone. In a block-causal model
+    all steps do. Its steps that see everything read the cache, which keeps all keys for the blocks to come. If a model
+    encodes a denoised block and predicts the next token, the forwards that encode see everything, and steps that
+    denoise are counted.
+
+    If a step before the one that chooses opens a block, the published code has it commit the block's first position,
+    whatever its confidence. The paper does not say so. Other tokens of that step, if it decodes several, follow by
+    confidence. Here this holds on Dream, for the first position alone, and for other models with first="position".
+    There is one difference on Dream. The row before the block, which predicts its first position, goes with the block
+    in all steps; in the published code its keys compete with those of the others.
 
     Args:
         spec: the model.
         ratio: share of the positions outside of the block that each head keeps.
         pool: width of the max-pooling; odd, 1 for none.
         delay: steps before the one that chooses.
-        every: choose anew every so many steps of a block; 0 for once.
-        pairs: instead of `ratio`, how many positions each head keeps.
-        first: what a block's first step commits: what the policy chooses ("policy"), or the block's first position
+        every: interval of steps of a block at which keys are chosen anew; 0 for once.
+        pairs: instead of `ratio`, number of positions that each head keeps.
+        first: tokens that a block's first step commits: the policy's choice ("policy"), or the block's first position
             alone, whatever its confidence ("position"). "published": "position" on a model with shifted logits, if
             `delay` is at least 1; else "policy".
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
@@ -265,19 +270,21 @@ def sparse_dllm(
 ) -> Recipe:
     """Sparse-dLLM: a block's steps read the block and the best keys around it, the same positions for all heads.
 
-    As `dllm_serve`, with its difference on Dream, but positions are ranked by the mean over all heads, which is pooled
-    after it is taken. Pooling makes equal scores, of which the lower positions are kept; which ones the published code
-    keeps, `torch.topk` leaves undefined. It commits a block's first position alone on Dream, and on LLaDA what the
-    policy chooses.
+    Paper: *Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction*, arXiv 2508.02558.
+
+    It is as `dllm_serve`, with its difference on Dream. But positions are ranked by the mean over all heads, which is
+    pooled after it is taken. Pooling makes equal scores, of which the lower positions are kept; `torch.topk` leaves the
+    choice of the published code undefined. A block's first step commits the first position alone on Dream, and the
+    policy's choice on LLaDA.
 
     Args:
         spec: the model.
         ratio: share of the positions outside of the block that are kept.
         pool: width of the max-pooling; odd, 1 for none.
         delay: steps before the one that chooses.
-        every: choose anew every so many steps of a block; 0 for once.
-        pairs: instead of `ratio`, how many positions are kept.
-        first: what a block's first step commits; see `dllm_serve`.
+        every: interval of steps of a block at which keys are chosen anew; 0 for once.
+        pairs: instead of `ratio`, number of positions that are kept.
+        first: tokens that a block's first step commits; see `dllm_serve`.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         max_num_logits: rows whose logits exist at a time.
     """
@@ -288,7 +295,7 @@ def sparse_dllm(
 
 
 def _first(spec: ModelSpec, first: str, delay: int) -> str:
-    """What a block's first step commits, as in `RowPlan`."""
+    """`RowPlan.first` of these recipes: tokens that a block's first step commits."""
     if first == "published":
         return published_first(spec) if delay and spec.attention == "bidirectional" else "policy"
     return first
