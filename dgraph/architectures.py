@@ -1,4 +1,4 @@
-"""Classes that config.json files name and no family loads: which they are, and which are loaded."""
+"""Model classes that config.json files name and no family loads: their kinds, and the classes that are loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def unsupported(config: Path, families: Iterable[Any]) -> str:
-    """Why no family loads a folder, from its config.json (read before, so valid) and the families that were asked.
+    """Reason why no family loads a folder, from its config.json (read before, so valid) and the families asked.
 
     Returns:
         Sentences that name the folder's classes, what they are where that is known, and the classes that are loaded.

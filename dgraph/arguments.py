@@ -1,4 +1,4 @@
-"""Keywords that a public function does not have, refused with what was meant: one comparison for all functions."""
+"""Refusal of keywords that a public function does not have, with suggestions: one comparison for all functions."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_options(recipe: str | Recipe, options: dict[str, Any], own: Iterable[s
 
 @functools.cache
 def _homes() -> Mapping[str, str]:
-    """Per name that some function takes, which one that is; the first of them, where several do."""
+    """Per argument name, a sentence that names its function; the first one if several take it."""
     found: dict[str, str] = {}
     for names, home in (
         ((f.name for f in fields(Decoding)), "It is a setting of Optimized.generate."),

@@ -1,4 +1,4 @@
-"""Names that other libraries have for arguments, and how the same is said here."""
+"""Argument names of other libraries, and their counterparts in dgraph."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Group(Protocol):
         ...
 
     def tell(self, message: object) -> None:
-        """Rank 0 tells all others, and waits for none of them."""
+        """Send a message of rank 0 to all others, without waiting for them."""
         ...
 
     def hear(self) -> Any:

@@ -118,7 +118,7 @@ def by_group(call: Call) -> Axes:
 
 
 def convolved(call: Call) -> Axes:
-    """A convolution: entries of a batch are apart, everything else is worked along."""
+    """A convolution: entries of a batch are independent; it works along every other dimension."""
     batched = call.rank(call.values["input"]) == call.rank(call.values["weight"])
 
     def dims(name: str, node: Node) -> list[int | None]:

@@ -1,4 +1,4 @@
-"""Linear layers of a graph, and which of their outputs a value is made of.
+"""Linear layers of a graph, and the outputs of a layer that make a value.
 
 Nothing is kept beside the graph: each function reads it as it is, after whatever passes have done.
 """
