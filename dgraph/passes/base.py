@@ -166,7 +166,7 @@ _DECLARED: dict[str, tuple[type, str]] = {
 
 
 def check_pass(step: object) -> None:
-    """Refuse what is no pass, or one that is no value.
+    """Refuse an object that is no pass, or a pass that is no value.
 
     Raises:
         InputError: naming the pass, and what to write.

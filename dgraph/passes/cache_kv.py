@@ -19,7 +19,7 @@ PAGE_TABLE = InputSpec("page_table", torch.int32, ("b", "P"))
 
 
 def page_table(window: int) -> InputSpec:
-    """The declaration of the table of the pages of a window's layers; 0: of those that see all positions."""
+    """Declaration of the page table of layers with a window; 0: of layers that see all positions."""
     return InputSpec(of_window(PAGE_TABLE.name, window), PAGE_TABLE.dtype, ("b", of_window("P", window)))
 
 

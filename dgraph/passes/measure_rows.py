@@ -1,4 +1,4 @@
-"""MeasureRows: the LM head computes what a decoding rule asks of each row's distribution."""
+"""MeasureRows: the LM head computes the statistics of each row's distribution that a decoding rule reads."""
 
 from __future__ import annotations
 

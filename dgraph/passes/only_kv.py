@@ -11,7 +11,7 @@ from dgraph.passes.base import Effect, Pass, Report
 
 @dataclass(frozen=True)
 class OnlyKV(Pass):
-    """Drop the logits and all that only they need: what is left fills the KV cache (prefill).
+    """Drop the logits and all calls that only they need; the rest fills the KV cache (prefill).
 
         before  ... dgraph.kv_write(...)  %70 = dgraph.paged_attention(...)  ... %88 = linear(%87, lm_head.weight)
                 return logits=%88

@@ -90,9 +90,9 @@ class OnlyMasked(Pass):
         report.did(f"{'queries and ' if queries else ''}what follows on masked rows", layer)
 
     def _queries(self, graph: Graph, attention: Node, write: Node, report: Report) -> list[Node]:
-        """The calls that make queries alone, moved after the write of keys and values; none if others read them.
+        """The calls that make queries alone, moved after the write of keys and values; empty if others read them.
 
-        A product that cannot be taken apart gives queries of all rows, of which those that go on are gathered.
+        A product that cannot be split gives queries of all rows, from which those of candidates are gathered.
         """
 
         def found() -> tuple[list[Node], list[Node]]:

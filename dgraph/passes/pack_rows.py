@@ -28,7 +28,7 @@ ORIGIN = InputSpec("origin", torch.int32, ("N",))
 
 @dataclass(frozen=True)
 class PackRows(Pass):
-    """Pack all tokens of a step as rows, so that no op but attention knows of sequences.
+    """Pack all tokens of a step as rows, so that only attention reads sequence boundaries.
 
     Every value is brought into one layout: rows first, then its other dimensions in their order. A transpose between
     tokens and heads therefore vanishes, and so does every read of a batch or sequence size. Attention becomes
@@ -42,8 +42,8 @@ class PackRows(Pass):
         after   %4 = linear(%3, self_attn.q_proj.weight)    f32[N, 256]
                 %5 = reshape(%4, [-1, 8, 32])               f32[N, 8, 32]
 
-    Exact: each row goes through the same operations. A row attends to what `limit` says, which for a whole sequence is
-    what the captured bidirectional attention gave it.
+    Exact: each row goes through the same operations. A row attends to the keys before its `limit`, which for a whole
+    sequence are those of the captured bidirectional attention.
 
     Raises:
         PassError: an op for which no row layout is known; the message names op, module and line. A package adds one
@@ -251,7 +251,7 @@ class _Packer:
         return self._call(node, node.target, tuple(args), node.kwargs)
 
     def _embedding(self, node: Node) -> Node:
-        """Without what matters to gradients alone."""
+        """Pack an embedding, without the arguments that matter to gradients alone."""
         weight, ids = args_of(node)[:2]
         return self._call(node, node.target, (weight, self._of(ids)))
 

@@ -1,4 +1,4 @@
-"""PartialAttention: DyLLM, attention of which only the changed part is computed anew."""
+"""PartialAttention: DyLLM, attention that computes only its changed part anew."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class PartialAttention(Pass):
 
 
 def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
-    """Why an attention cannot be updated, or made to read what salient rows have written, or None."""
+    """Reason why an attention cannot be updated, nor read the keys and values that salient rows wrote, or None."""
     layer = attention.meta["layer"]
     if reason := windowed(attention):
         return reason

@@ -158,7 +158,7 @@ class QuantizeWeights(Pass):
             self._check_patterns([found.name for found in stored if found is not None])
 
         def once(x: Node, kind: str, before: Node) -> Node:
-            """Rows are the same ones in another shape: experts read [b * t, d] where linear layers read [b, t, d]."""
+            """Round the same rows once in any shape: experts read [b * t, d], and linear layers [b, t, d]."""
             width, source = x.meta["val"].shape[-1], x
             while source.target is aten.reshape.default and args_of(source)[0].meta["val"].shape[-1] == width:
                 source = args_of(source)[0]
@@ -246,7 +246,7 @@ SPELLINGS: Mapping[str, QuantizeWeights] = {
 
 
 def _obstacle(graph: Graph, weight: Node, format: Format, readers: Collection[Node]) -> str | None:
-    """Why a weight that is chosen cannot be quantised, or None.
+    """Reason why a chosen weight cannot be quantised, or None.
 
     Args:
         readers: the calls whose weights may be.

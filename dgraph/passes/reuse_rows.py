@@ -156,7 +156,7 @@ class ReuseRows(Pass):
         on_rows[attention] = graph.call(OPS["paged_attention"], attend, before=attention, by=by)
 
         def keep(kind: str, nodes: Sequence[Node], result: Node, total: Node) -> None:
-            """Compute `result` on the rows and keep it; `total`, a sum, takes what is kept."""
+            """Compute `result` on the rows and cache it; `total`, a sum, reads the cache."""
             moved = salience.move(graph, nodes, on_rows, rows, total, by)
             width, dtype = int(result.meta["val"].shape[1]), result.meta["val"].dtype
             name = f"{kind}_cache_{attention.meta['layer']}"
@@ -182,7 +182,7 @@ class _Layer:
 
     Attributes:
         attention, write: its attention, and where its keys and values are written.
-        mixing: the calls from the attention to what it adds to the residual stream, in order.
+        mixing: the calls from the attention to its addend to the residual stream, in order.
         mixed: the last of them.
         ffn: its feed-forward network.
     """

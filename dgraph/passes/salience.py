@@ -63,7 +63,7 @@ def context_cache(graph: Graph, attention: Node) -> Node:
 FINDERS = ("partial_attention", "drift", "drifted", "least_similar", "least_drifted")
 """Ops that find the salient rows of their layer."""
 UPDATED = ("partial_attention", "partial_context")
-"""Attention that is updated by what changed; of these the place of its rows is at the same arguments."""
+"""Attentions that are updated by changed values; all take the place of their rows at the same arguments."""
 
 
 def finder(graph: Graph, layer: int) -> Node | None:
@@ -72,7 +72,7 @@ def finder(graph: Graph, layer: int) -> Node | None:
 
 
 def tau_in(found: Node) -> float:
-    """The threshold of what `finder` found."""
+    """The threshold of the call that `finder` found."""
     op = op_of(found.target)
     assert op is not None
     (tau,) = op.values("tau", args_of(found))
@@ -80,7 +80,7 @@ def tau_in(found: Node) -> float:
 
 
 def flags_of(found: Node) -> Node:
-    """The salient rows as flags, of what `finder` found."""
+    """The salient rows as flags, from the call that `finder` found."""
     op = op_of(found.target)
     assert op is not None
     return found if op.name != "partial_attention" else next(u for u in found.users if args_of(u)[1] == 1)
@@ -94,8 +94,10 @@ def drifts(graph: Graph, layer: int) -> list[Node]:
 def drift(
     graph: Graph, context: Node, cache: Node, full: Node, place: tuple[Node, Node, Node], tau: float, by: str
 ) -> Node:
-    """The rows whose context is another than the cache has, right after it, at a place: positions, page table and
-    offsets. Where ranks have some heads each, the sums of its cosine are added over them.
+    """Flags of the rows whose context differs from the cached one, computed right after the context.
+
+    The place of the rows is positions, page table and offsets. If ranks have some heads each, the sums of the cosine
+    are added over ranks.
     """
     at, like = context.next, context
     if graph.sharding is None:
@@ -105,13 +107,13 @@ def drift(
 
 
 def drifted(graph: Graph, sums: Node, full: Node, cu_rows: Node, tau: float, by: str) -> Node:
-    """The rows that have changed by the cosine of which each rank has a share of the sums."""
+    """Flags of the rows that have changed, by a cosine of whose sums each rank has a share."""
     total = graph.over_ranks(sums, by)
     return graph.call(OPS["drifted"], (total, full, cu_rows, tau), before=total.next, by=by, like=sums)
 
 
 def no_longer(graph: Graph, drift: Node, flags: Node) -> None:
-    """Let readers of what `drift` made read `flags`, and remove what compares rows for it."""
+    """Let readers of the result of `drift` read `flags`, and remove the calls that compare rows for it."""
     op = op_of(drift.target)
     assert op is not None
     made = [args_of(drift)[0]] if op.name == "drifted" else []
@@ -132,8 +134,10 @@ def least_similar(
     before: Node,
     by: str,
 ) -> Node:
-    """The share of rows whose values, the first of the nodes, are least similar to what the second, a cache, has of
-    them; before a node. A cache in float8 has scales, the third. Sums are added over ranks as in `drift`.
+    """Flags of the share of rows whose values are least similar to the cached ones, computed before a node.
+
+    `values` are the new values, their cache, and the scales of a cache in float8. Sums are added over ranks as in
+    `drift`.
     """
     (new, cache), scale = values[:2], values[2:]
 

@@ -1,4 +1,4 @@
-"""SelfCondition: what a step predicts is what the next one reads, with nothing of [rows, vocabulary] in memory."""
+"""SelfCondition: the next step reads the predictions of a step, without a [rows, vocabulary] tensor in memory."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class SelfCondition(Pass):
         report.did("LM head -> vocabulary_attention; soft embeddings in a cache")
 
     def _of_ranks(self, graph: Graph, args: tuple[Any, ...], logits: Node, by: str) -> list[Node]:
-        """The same, of which each rank computes what its ids give: some numbers of a row, and a share of its mean."""
+        """The same on ranks: each computes some numbers of a row and a share of its mean, for its ids."""
         given = (*args, graph.own_number(FIRST_ID), graph.spec.vocab)
         context, own = graph.parts(graph.call(OPS["vocabulary_part"], given, before=logits, by=by), 2, by)
         every = graph.of_all_ranks(own, by)

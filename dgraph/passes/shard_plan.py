@@ -59,7 +59,7 @@ class Plan:
         graph: as captured.
         world, rank: number of ranks, and the index of this one.
         experts: "split" or "parallel".
-        hints: pairs of a pattern of names and a kind, which hold instead of what the view says.
+        hints: pairs of a pattern of names and a kind, which override the view.
 
     Attributes:
         roles: of each weight by name.
@@ -218,7 +218,7 @@ class Plan:
         return Role(kind, 0, (Segment(0, length, length // size, kind == "per head"),))
 
     def _complete(self) -> None:
-        """Refuse a matrix of which nothing is known; vectors are whole, and what they meet is checked later."""
+        """Refuse a matrix without a declared role; vectors are whole, and values that they meet are checked later."""
         for name, stored in self.weights.items():
             weight = stored.node
             if name in self.roles or weight.meta["val"].dim() < 2:

@@ -29,13 +29,14 @@ EXPERTS = ("split", "parallel")
 
 @dataclass(frozen=True)
 class ShardTensorParallel(Pass):
-    """Divide a captured graph over ranks: each has some heads, some of what lies between two projections, some ids.
+    """Divide a captured graph over ranks: each has some heads, some inner features of feed-forward networks, some ids.
 
-    Projections of queries, keys and values, of gate and up are divided by their outputs, those of what they make (o,
-    down) by their inputs; the results of these are partial sums, which are summed over ranks (Megatron-LM, Shoeybi et
-    al., 2019, section 3). Where there are fewer KV heads than ranks, several ranks have the same one. A bias of a
-    partial sum is the first rank's alone. Embedding and LM head are divided by ids, with zeros after the last one where
-    ranks do not divide their number; the output `logits` is of all ids. Norms and routers are whole on every rank.
+    Projections of queries, keys and values, of gate and up are divided by their outputs. The projections of their
+    results (o, down) are divided by inputs and give partial sums, which are summed over ranks. This is the scheme of
+    Megatron-LM (Shoeybi et al., 2019, section 3). Where there are fewer KV heads than ranks, several ranks have the
+    same one. A bias of a partial sum is the first rank's alone. Embedding and LM head are divided by ids, with zeros
+    after the last one where ranks do not divide their number; the output `logits` is of all ids. Norms and routers are
+    whole on every rank.
 
         before  %19 = linear(%18, self_attn.o_proj.weight)      f32[b, t, 32]
                 %20 = add(%h, %19)                              f32[b, t, 32]
@@ -60,8 +61,8 @@ class ShardTensorParallel(Pass):
         hints: pairs of a pattern of weights' names ("layers.*.mlp.fc1.weight") and one of `dgraph.sharding.KINDS`,
             which override the view. "column" is divided by outputs, "row" by inputs. The results of a "replicated"
             weight must be whole: for example all weights of a layer's attention, or none of them.
-        rank: whose tensors to keep; no part of the pass's configuration, as the graph does not depend on it.
-        weights: where to read the weights, if those of the graph only stand for them; no part of the configuration.
+        rank: the rank whose tensors to keep; no part of the pass's configuration, as the graph does not depend on it.
+        weights: source of the weights, if the graph's tensors only stand for them; no part of the configuration.
 
     Raises:
         InputError: sizes that ranks do not divide.
@@ -170,7 +171,7 @@ def _kinds(graph: Graph, layer: int | None) -> str:
 
 
 def _check_types(graph: Graph, whole: dict[Node, Any], divided: Divided) -> None:
-    """Every value has the type that it had, but for what is divided of it: no constant was missed.
+    """Check that every value has its former type, but for the divided dimension: no constant was missed.
 
     Raises:
         PassError: another type.
@@ -198,11 +199,12 @@ def _check_types(graph: Graph, whole: dict[Node, Any], divided: Divided) -> None
 
 
 def _localise_spec(graph: Graph, sharding: Sharding, rank: int, whole: Mapping[Node, Any]) -> None:
-    """Let the spec count the heads that a rank has, and keep what it was, and which heads these are. It counts those of
-    most layers, where they differ in the whole model.
+    """Let the spec count the heads that a rank has, and store the whole model's spec and the first KV head.
+
+    If layers differ in the whole model, it counts the heads of most layers.
 
     Raises:
-        PassError: layers that differ in what a rank has of as many heads.
+        PassError: layers with equal numbers of heads of which a rank has different numbers.
     """
     heads_of = [args_of(layer.attention)[:2] for layer in layers_of(graph)]
     before = [tuple(int(whole[v].shape[1]) for v in pair) for pair in heads_of]
