@@ -1,4 +1,4 @@
-"""Passes held to what they declare: `Effect`, by running a graph before and after each on small inputs."""
+"""Checks of declared effects (`Effect`): a graph is run before and after each pass on small inputs."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ def check_effects(captured: Graph, recipe: Recipe) -> None:
     """Run the graph before and after each pass of a recipe on small inputs, and compare all results.
 
     Each pass runs at its identity (`Pass.identity`), where an APPROXIMATE one must change nothing. So every pass finds
-    a graph that computes what the model does. EXACT must give the same bits, REASSOCIATES and the
-    identity of an APPROXIMATE one values within `dgraph.numerics.TOLERANCES`. Compared are outputs and caches that both
-    graphs have, and decisions with what logits say. The real weights are used; ops are computed by their references.
+    a graph that computes the model's function. EXACT must give the same bits, REASSOCIATES and the identity of an
+    APPROXIMATE one values within `dgraph.numerics.TOLERANCES`. Outputs and caches that both graphs have are compared,
+    and so are decisions with those that the logits give. The real weights are used; ops are computed by their
+    references.
 
     Args:
         captured: the graph that the recipe starts from, on one process; left as it is.
-        recipe: whose passes are checked.
+        recipe: the recipe whose passes are checked.
 
     Raises:
         InputError: a graph that is divided over ranks.
-        PassError: a pass is not what it declares; the message names the pass, what it declares, the output, the first
-            node that parts with its layer, and by how much. Or an APPROXIMATE pass has no identity, or nothing that it
-            leaves can be compared.
+        PassError: a pass breaks its declaration. The message names the pass, the declared effect, the output, the first
+            node that differs with its layer, and the distance. Or an APPROXIMATE pass has no identity, or nothing that
+            it leaves can be compared.
     """
     if captured.sharding is not None:
         raise InputError("passes are checked on one process: leave check (DGRAPH_CHECK) out, or the ranks.")

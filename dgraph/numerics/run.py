@@ -1,4 +1,4 @@
-"""A run of a graph in plain torch, node by node: the references of ops, which define what is correct."""
+"""A run of a graph in plain torch, node by node, by the references of ops, which define correct results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Run:
     """The values that a graph computed from some inputs.
 
     Attributes:
-        graph: what ran.
+        graph: the graph that ran.
         inputs: as they are after the run; caches among them were written.
-        values: by node: of the outputs and of what lists rows, or of all that depend on inputs.
+        values: by node: of the outputs and of lists of rows, or of all nodes that depend on inputs.
     """
 
     graph: Graph

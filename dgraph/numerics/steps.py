@@ -1,4 +1,4 @@
-"""Small steps of decoding, as inputs of any graph of a model: by the declarations of what it reads."""
+"""Small steps of decoding, as inputs of any graph of a model, made by the declarations of its inputs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class SmallStep:
     """A step of a few sequences of one length.
 
     Attributes:
-        values: by name, what the decode loop computes for a step (see `dgraph.shapes.InputSpec`).
-        whole: whether all rows of all sequences are there, as a graph without caches needs them; which keys stay is
-            chosen then.
-        open: whether each row sees all rows of its sequence.
-        begins: whether it is the first step.
+        values: by name, inputs that the decode loop computes for a step (see `dgraph.shapes.InputSpec`).
+        whole: True if it has all rows of all sequences, as a graph without caches needs them; such a step chooses the
+            keys that stay.
+        open: True if each row sees all rows of its sequence.
+        begins: True for the first step.
     """
 
     values: Mapping[str, Tensor]
@@ -43,8 +43,8 @@ class SmallStep:
 def small_steps(spec: ModelSpec, device: torch.device | str = "cpu", prompts: bool = False) -> list[SmallStep]:
     """Three steps: all rows, all rows with some more tokens decoded, and the rows of the last block alone.
 
-    Nothing is chosen but what methods choose at their lossless setting: nothing is a draft, no row is idle. Which keys
-    stay is chosen in the first two, and read in the last one.
+    Choices are those of methods at their lossless setting: no row is a draft, and no row is idle. The first two steps
+    choose the keys that stay, and the last one reads them.
 
     Args:
         spec: the model.

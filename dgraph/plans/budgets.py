@@ -87,7 +87,7 @@ def pyramid(layers: int, average: int, beta: float = 20) -> tuple[int, ...]:
 
 
 def squeeze(average: int, similarity: Sequence[float], share: float = 0.4, groups: int = 3) -> tuple[int, ...]:
-    """Less for the layers whose attention changes hidden states least, and what they leave to the others.
+    """Fewer pairs for the layers whose attention changes hidden states least; the others share the rest.
 
     SqueezeAttention, algorithm 1: layers are clustered by their similarity in one dimension; those of the cluster of
     highest similarity keep floor(share * average), the others an equal part of the rest, rounded down. The clusters
@@ -98,7 +98,7 @@ def squeeze(average: int, similarity: Sequence[float], share: float = 0.4, group
     Args:
         average: pairs per head, averaged over the layers.
         similarity: of each layer, the mean cosine of hidden states before and after its attention.
-        share: what the least important layers keep of the average, in [0, 1].
+        share: the share of the average that the least important layers keep, in [0, 1].
         groups: clusters, at least 2.
 
     Raises:

@@ -99,7 +99,7 @@ def pairs_of(pairs: tuple[int, ...], layer: int) -> int:
 
 
 def check_budget(ratio: float, pairs: tuple[int, ...]) -> None:
-    """Refuse a budget that says nothing, or two things.
+    """Refuse a budget with neither or both of ratio and pairs.
 
     Raises:
         InputError: not exactly one of the two, or a value out of range.

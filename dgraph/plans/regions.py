@@ -57,7 +57,7 @@ def rows_of(region: Region, view: View) -> Tensor:
 
 
 def seen_of(region: Region, view: View) -> Tensor:
-    """The same of `seen`."""
+    """The result of a region's `seen`, checked as in `rows_of`."""
     return _checked(region, "seen", region.seen(view), view)
 
 
@@ -130,8 +130,9 @@ class Block(Region):
 
 @dataclass(frozen=True)
 class Next(Region):
-    """The rows that the step decodes from, those that were decoded in the step before, and masked ones around the
-    former; for policies that know before a step what it commits (dKV-Cache-Greedy).
+    """Rows that the step decodes from, masked rows around them, and rows that were decoded in the step before.
+
+    It serves policies that know the step's commits before the step (dKV-Cache-Greedy).
 
     Attributes:
         around: number of masked rows that each row that the step decodes from adds to the region. The rows add in the

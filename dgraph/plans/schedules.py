@@ -32,7 +32,7 @@ class Schedule(Part, ABC):
         return self.full(view)
 
     def always(self, view: View) -> Tensor | None:
-        """bool[b, T]: rows of which everything is recomputed whenever they are forwarded; None if there are none."""
+        """bool[b, T]: rows that are wholly recomputed whenever they are forwarded; None if there are no such rows."""
         return None
 
     def __or__(self, other: Schedule) -> Either:
