@@ -29,14 +29,14 @@ def check_keywords(kind: str, given: Iterable[str], known: Iterable[str], own: I
     """Refuse the first keyword that is not known.
 
     Args:
-        kind: the field's word for what is not known, as "setting of Decoding".
+        kind: the field's word for the unknown thing, as "setting of Decoding".
         given: the keywords.
-        known: what the keyword arguments of the function may be.
+        known: the names that the function takes as keyword arguments.
         own: its named parameters, to which a wrong keyword is compared as well.
 
     Raises:
-        UnknownName: the message says what the name is called here, where an argument of that name belongs, or which
-            names are the closest.
+        UnknownName: the message gives the name's counterpart in dgraph, the function that takes an argument of that
+            name, or the closest names.
     """
     known = set(known)
     for name in given:

@@ -34,15 +34,15 @@ class Blueprint:
         model: the name of an embedded model, or a checkpoint folder.
         recipes: names; an engine for each, over one set of weights.
         options: of the recipes; each takes those that it has.
-        name: what the model is called; default its own name. With several recipes, an engine's is NAME:RECIPE.
+        name: the model's name for clients; default its own name. With several recipes, an engine's is NAME:RECIPE.
         dtype, device: of the weights, and where they go; see `dgraph.load`.
-        weights: how they are stored, see `dgraph.optimize`.
-        facts: what holds of the model instead of what it says.
+        weights: the format in which they are stored, see `dgraph.optimize`.
+        facts: facts that override the model's own.
         compilation: see `Compilation`.
         engine: see `EngineSettings`.
         shipped: a file that `dgraph cache export` wrote, whose artifacts are added to the cache before anything is
-            compiled. Artifacts are code: who names the file trusts who made it. A file that cannot be used is a
-            warning, for then the engines are compiled where they are.
+            compiled. Artifacts are code: name only a file whose author you trust. A file that cannot be used gives a
+            warning, and the engines are then compiled where they are.
 
     Raises:
         InputError: no recipe, or a value that means nothing.

@@ -42,7 +42,7 @@ class Card:
 
 
 class Described:
-    """Base of what shows itself by a card."""
+    """Base of objects that are shown by a card."""
 
     def card(self) -> Card:
         """The description."""

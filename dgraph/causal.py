@@ -1,4 +1,4 @@
-"""Autoregressive models: not what dgraph decodes, but what it judges the responses of diffusion models by.
+"""Autoregressive models, by which dgraph judges the responses of diffusion models; it does not decode them.
 
 An entry point of the group `dgraph.causal` is a `Loader`; another project adds one by declaring it there.
 """
@@ -32,7 +32,7 @@ class Causal:
         vocab: size of the vocabulary.
         max_positions: the model's window in tokens.
         dtype: of the weights.
-        files: what the weights were read from, for a fingerprint.
+        files: files from which the weights were read, for a fingerprint.
     """
 
     name: str

@@ -2,8 +2,8 @@
 
 Calls are visited in order, from the weights on. A value is whole (the same on all ranks), divided along one dimension
 (some heads, some outputs, some ids), or a partial sum. The sum of a partial sum over ranks is the value. An op passes a
-division on by a rule of its own; one without a rule may read whole values alone. Arguments that count what is divided
-(the sizes of a split, of a reshape) are changed to what a rank has.
+division on by a rule of its own; one without a rule may read whole values alone. Arguments that count the divided
+dimension (the sizes of a split, of a reshape) are changed to a rank's share.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def partial(of: str) -> Division:
 
 
 class Divided:
-    """Follows divisions through a captured graph, and changes the arguments that count what is divided.
+    """Follower of divisions through a captured graph, which changes the arguments that count a divided dimension.
 
     Args:
         graph: its types are those before the division; `propagate` it afterwards.
@@ -166,7 +166,9 @@ class Divided:
         return len(self._shape(node))
 
     def _by_axes(self, node: Node, rule: Rule) -> Division:
-        """To where the table has the divided dimension go; what meets it there is divided alike, or has one entry."""
+        """Division of the result, by the table of axes; values that meet the divided one are divided alike, or have one
+        entry.
+        """
         passages = rule.axes(Call(node)).passages
         known = [(p, found) for p in passages if (found := self.of.get(p.node)) is not None]
         if not known:
@@ -393,4 +395,4 @@ _BY_KIND: dict[Callable[[Call], Axes], Callable[[Divided, Node], Any]] = {
     kinds.sliced: Divided._slice,
     kinds.joined: Divided._cat,
 }
-"""Kinds of ops that divide along the dimension itself, or whose arguments count what is divided."""
+"""Kinds of ops that divide along the dimension itself, or whose arguments count the divided dimension."""

@@ -91,7 +91,7 @@ class UnknownName(DgraphError, KeyError):
     """A name that is not in a closed set; the message lists the closest ones, or says what the caller knows better.
 
     Args:
-        kind: the field's word for what is not known.
+        kind: the field's word for the unknown thing.
         name: what was given.
         known: the names that there are.
         hint: a sentence in place of the closest names.

@@ -52,8 +52,9 @@ from dgraph.weights import WeightSource, read_all, weights_of
 
 GROUP = "dgraph.models"
 DIFFERENCE = "difference.safetensors"
-"""In a checkpoint folder: weights as a difference from an autoregressive model, whose tokenizer is the folder's, too,
-unless it has its own.
+"""File of a checkpoint folder with weights as a difference from an autoregressive model.
+
+That model's tokenizer is the folder's, too, unless the folder has its own.
 """
 
 
@@ -72,10 +73,10 @@ class Tokenizer(Protocol):
 class ChatTokenizer(Tokenizer, Protocol):
     """A tokenizer for a server, whose clients have conversations and texts without a frame.
 
-    It may also have `bytes_of(token) -> bytes | None`, what an id is of a text in UTF-8, which clients read of parts of
-    characters; `longest_token_bytes`, the most bytes of a text that one id stands for, None for no bound; `prepare()`,
-    which a server calls before it has clients; and `encode_part(text)`, see `encode_part`. Its `encode_chat` may take
-    more by name, such as tools; see `dgraph.models.tokenizer.FileTokenizer`.
+    It may also have `bytes_of(token) -> bytes | None`, the bytes in UTF-8 that an id stands for, from which clients
+    read parts of characters. Further `longest_token_bytes`, the most bytes of a text that one id stands for, None for
+    no bound; `prepare()`, which a server calls before it has clients; and `encode_part(text)`, see `encode_part`. Its
+    `encode_chat` may take more by name, such as tools; see `dgraph.models.tokenizer.FileTokenizer`.
     """
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -92,9 +93,7 @@ class ChatTokenizer(Tokenizer, Protocol):
 
 
 def encode_part(tokenizer: ChatTokenizer, text: str) -> list[int]:
-    """Ids of a text that other ids come before: without those that a text begins with, as far as the tokenizer tells
-    them apart.
-    """
+    """Ids of a text that follows other ids: without the ids that begin every text, if the tokenizer separates them."""
     return list(getattr(tokenizer, "encode_part", tokenizer.encode_text)(text))
 
 
@@ -108,7 +107,7 @@ class Model(Described):
         spec: its facts.
         tokenizer: None for a model that was given as an object.
         prefix: dotted path before the weights' names within `module`.
-        hints: what a weight is to tensor parallelism where its layers do not say so, by a pattern of its name in the
+        hints: roles of weights in tensor parallelism that their layers do not declare, by a pattern of the name in the
             graph; see `dgraph.passes.ShardTensorParallel`.
         weights: where parameters of `module` are to be read that only stand for these: all of them, see `Family.open`;
             or those that a checkpoint stores quantised, which a captured graph reads as they are.
@@ -188,7 +187,8 @@ class Exam(Protocol):
 
     Attributes:
         names: the tasks.
-        hard: more of them, by names of their own: harder than what was trained on, so that methods can be told apart.
+        hard: further tasks, by names of their own: harder than those of the training, so that methods can be told
+            apart.
         new_tokens: length of a response that every answer fits into.
     """
 
@@ -215,10 +215,10 @@ class Embedded:
     """A trained model that is installed with a package.
 
     Attributes:
-        name: what it is loaded by.
+        name: the name by which it is loaded.
         folder: its checkpoint, with stored held-out prompts in held_out.jsonl.
         summary: one line for `dgraph models`.
-        exam: what it can be asked; None for a model without tasks.
+        exam: the tasks that it can solve; None for a model without tasks.
     """
 
     name: str
@@ -343,7 +343,7 @@ def load(
 
 
 def tokenizer_of(given: Any) -> Tokenizer:
-    """A tokenizer from whatever a caller has.
+    """Return a tokenizer for a folder or an object.
 
     Args:
         given: a folder with tokenizer files, an object that a family reads (a tokenizer of transformers), or a
@@ -351,7 +351,7 @@ def tokenizer_of(given: Any) -> Tokenizer:
 
     Raises:
         CheckpointError: a folder without a tokenizer, or a damaged one.
-        InputError: nothing of these.
+        InputError: an object of another kind.
     """
     source = Path(os.path.abspath(given)) if isinstance(given, (str, Path)) else given
     for family in families().values():

@@ -112,4 +112,4 @@ HINTS: Mapping[str, str] = {
     "revision": _NOTHING,
     "token": _NOTHING,
 }
-"""Per foreign name what to do instead, as a sentence. An argument of that name of our own comes first."""
+"""Advice by foreign name, as a sentence. An argument of dgraph of the same name takes precedence."""

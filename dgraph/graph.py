@@ -233,16 +233,16 @@ class Graph(Described):
         return tuple(found)
 
     def over_ranks(self, value: Node, by: str) -> Node:
-        """The sum over ranks of what each has a share of (a score that is a sum over heads), right after it; the value
-        itself where the graph is not sharded.
+        """Sum over ranks of a value of which each has a share (a score that is a sum over heads), right after it. If
+        the graph is not sharded, the value itself.
         """
         if self.sharding is None:
             return value
         return self.call(OPS["all_reduce"], (value, self.sharding.group), before=value.next, by=by, like=value)
 
     def of_all_ranks(self, value: Node, by: str) -> Node:
-        """[..., n] of every rank, side by side by rank: [..., world * n], right after it; the value itself where the
-        graph is not sharded.
+        """The values [..., n] of all ranks, side by side in order of rank: [..., world * n], right after it. If the
+        graph is not sharded, the value itself.
         """
         if self.sharding is None:
             return value
@@ -263,7 +263,7 @@ class Graph(Described):
         return {name: self.result(name) for name in self.outputs}
 
     def redirect(self, old: Node, new: Node, after: Node, but: Collection[Node] = ()) -> None:
-        """Let readers of `old` that come after a node read `new` instead, except what makes `new`, and `but`."""
+        """Let readers of `old` after a node read `new` instead, except the call `new` itself and `but`."""
         for user in list(old.users):
             if user > after and user is not new and user not in but:
                 user.replace_input_with(old, new)

@@ -137,7 +137,7 @@ def linear(call: Call) -> Axes:
 
 
 def multiplied(call: Call) -> Axes:
-    """Matrix products, by the ranks of the two factors; what is added to them is broadcast."""
+    """Matrix products, by the ranks of the two factors; the addend is broadcast."""
     left, right = next(pair for pair in _FACTORS if all(map(call.nodes, pair)))
     n, m = (call.rank(call.values[name]) for name in (left, right))
     rank = len(call.out)

@@ -66,11 +66,11 @@ class FeedForward:
     """The network that a layer adds to its residual stream after its attention, or in parallel to it.
 
     Attributes:
-        stream: what it reads: the residual stream, or what its attention reads too (a norm that they share).
-        nodes: its calls, in order; norm, router and experts among them, but what its attention shares.
+        stream: its input: the residual stream, or the norm that it shares with its attention.
+        nodes: its calls, in order; norm, router and experts among them, without calls that its attention shares.
         result: the last of them.
         residual: the sum that adds it to the stream.
-        attended: the sum that adds what the attention gives, or has in it what that gives.
+        attended: the sum that adds the attention's result, or that contains it already.
     """
 
     stream: Node
@@ -100,7 +100,7 @@ class Layer:
     """One layer of a graph, by its attention.
 
     Attributes:
-        graph: what it is of.
+        graph: the graph of the layer.
         attention: the call that attends.
     """
 

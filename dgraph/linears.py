@@ -1,6 +1,6 @@
 """Linear layers of a graph, and the outputs of a layer that make a value.
 
-Nothing is kept beside the graph: each function reads it as it is, after whatever passes have done.
+Nothing is stored beside the graph: each function reads it as it is, after any passes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from dgraph.stored import Stored, stored_of
 aten = torch.ops.aten
 
 HEADS = ("lm_head", "lm_head_measured", "lm_head_part")
-"""Ops that are an LM head, as `Graph.find` takes them; their first arguments are those of a linear layer, the others
-those of dgraph::lm_head and more.
+"""Ops that are an LM head, as `Graph.find` takes them.
+
+Their first arguments are those of a linear layer. The others are those of dgraph::lm_head and more.
 """
 
 
@@ -31,12 +32,12 @@ class Linear:
 
     Attributes:
         node: the call.
-        x: what it reads, [..., inputs].
-        weight: [outputs, inputs], or what is made of one.
+        x: its input, [..., inputs].
+        weight: [outputs, inputs]: a weight, or a value made of one.
         bias: [outputs], or None.
         kind: "plain"; "counted", whose rows the device counts; "gated", silu(gate) * up of such a one; "head", an LM
             head that keeps no logits.
-        count: offsets of which the last says how many rows are live; None for a plain one.
+        count: offsets whose last entry is the number of live rows; None for a plain one.
     """
 
     node: Node

@@ -1,4 +1,4 @@
-"""Reading a node: its arguments, the name of its op, its place, what it is computed from."""
+"""Reading a node: its arguments, the name of its op, its place, the values that it is computed from."""
 
 from __future__ import annotations
 

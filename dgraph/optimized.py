@@ -1,4 +1,4 @@
-"""A model under a recipe, compiled: what `optimize` makes, and what it generates."""
+"""A model under a recipe, compiled: the result of `optimize`, and the results of its generation."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ class Optimized(Described):
     """A model under a recipe, ready to generate.
 
     Attributes:
-        model: what was captured.
+        model: the captured model.
         spec: its facts.
         recipe: the recipe as a value.
         phases: per phase its graphs and reports.
-        compiler: what made the regions; its `compiled`, `loaded` and `reused` say how many.
+        compiler: the compiler of the regions; its `compiled`, `loaded` and `reused` count them by origin.
         graph_pool: the CUDA graphs of the stages, recorded as their buckets are met; None where there are none. Prompts
             of many rows have none (see `GRAPH_ROWS`).
         tuning: tilings of kernels that were chosen by timing them; None where kernels take their own.
         kernels: the compiled kernels of our ops; its `compiled` names those that Triton compiled for this program.
-        transitions: compiles what lies between two steps where it is captured; None where it runs op by op.
+        transitions: compiles the transition between two steps if it is captured; None if it runs op by op.
         programs: the lowered program of each phase.
         page_size: positions of a KV page.
-        ranks: who holds the model together; see `dgraph.groups`.
+        ranks: the group of ranks that holds the model; see `dgraph.groups`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Partial sums of a sharded graph: what each rank has a share of, until all_reduce adds the shares."""
+"""Partial sums of a sharded graph: values of which each rank has a share, until all_reduce adds the shares."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from dgraph.stored import stored_of
 
 
 def broken_sums(graph: Graph) -> Iterator[str]:
-    """Only what is linear may read a partial sum: views, sums of partial sums, products with a number, and gathers.
+    """Violations of a rule: only linear calls read partial sums.
 
-    A partial sum is what a weight that is divided by inputs makes, or experts, or an embedding that is divided by ids.
+    Linear calls are views, sums of partial sums, products with a number, and gathers.
+
+    A partial sum is the result of a weight that is divided by inputs, of experts, or of an embedding that is divided by
+    ids.
     """
     if graph.sharding is None:
         return

@@ -32,9 +32,9 @@ class Kind:
     Attributes:
         dtype: of a stored element.
         bits: of a number; of 4 bits, two are in an element.
-        zero: what stands for 0 where no zeros are stored.
+        zero: the number that stands for 0 if no zeros are stored.
         limits: the least and the greatest number.
-        reach: what the largest absolute value of a block becomes, if it has no zeros.
+        reach: the number to which the largest absolute value of a block is scaled, if it has no zeros.
     """
 
     dtype: torch.dtype
@@ -53,7 +53,7 @@ KINDS = {
 
 
 ROW_KINDS = tuple(name for name, kind in KINDS.items() if kind.bits == 8)
-"""Kinds that rows are rounded to as well, where the weight that they meet is stored in the same."""
+"""Kinds to which rows are rounded as well, if the weight that they meet is stored in the same kind."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Format:
         kind: "fp8" (e4m3), "int8" or "int4".
         block: rows and columns of a weight that share a scale, `WHOLE` for all; None for the kind's own, which is a
             scale per row, of "int4" one per 128 columns of a row.
-        zeros: whether each block also stores which number stands for 0 (asymmetric); of integers only.
+        zeros: True if each block also stores the number that stands for 0 (asymmetric); of integers only.
 
     Raises:
         UnknownName: another kind.
@@ -101,7 +101,7 @@ class QuantisedWeight:
         values: [..., rows, columns] of float8_e4m3fn or int8; or uint8 [..., rows, columns / 2] of two 4-bit numbers
             each, the one of an even column in the low half.
         scales: f32 [..., blocks of rows, blocks of columns].
-        zeros: what stands for 0 in each block, as `scales` is; None: 0, or 8 of 4-bit numbers.
+        zeros: the number that stands for 0 in each block, as `scales` is; None: 0, or 8 of 4-bit numbers.
         block: rows and columns that share a scale, `WHOLE` for all.
     """
 
@@ -209,7 +209,7 @@ class QuantisedRows:
         return self.each(lambda part: part.flatten(0, -2))
 
     def element_size(self) -> int:
-        """Bytes of an element of what they stand for."""
+        """Bytes of an element in the dtype that the rows stand for."""
         return self.dtype.itemsize
 
     def dequantised(self) -> Tensor:
@@ -339,7 +339,7 @@ def _extremes(rows: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def _positive(scale: Tensor) -> Tensor:
-    """1 for blocks of zeros, whose scale nothing says."""
+    """Replace the scale of blocks of zeros, which is arbitrary, by 1."""
     return scale.masked_fill(scale == 0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Weights that may only be read: what a pass finds in a graph belongs to the model that was captured."""
+"""Read-only weights: the tensors that a pass finds in a graph belong to the model that was captured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dgraph.errors import VerifyError
 from dgraph.private.torch import WriteWatch
 
 COPIED = 64 << 20
-"""Bytes of all tensors up to which these are copied ahead, so that a write is found by whatever way it came."""
+"""Bytes of all tensors up to which these are copied ahead, so that a write by any way is found."""
 
 _PLACE = Tensor.data.__set__  # type: ignore[attr-defined]
 """Gives a tensor another place in memory."""
@@ -25,7 +25,7 @@ _RAW = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr)
 
 @contextmanager
 def read_only(tensors: Mapping[str, Tensor], by: str, ahead: bool = True) -> Iterator[None]:
-    """While it is entered, refuse every write to tensors; after it, they hold the bits that they held before.
+    """Refuse every write to tensors while the context is open; after it, they hold their former bits.
 
     A write by an op of torch is refused before it happens. Memory that is handed out (numpy, dlpack, a pointer) is
     compared with a copy that is made when it is, and restored. Tensors that are made meanwhile may be written, and a

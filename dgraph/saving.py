@@ -67,11 +67,12 @@ class Saved:
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Scales of inputs, which weights are multiplied by and what makes the inputs is divided by: the same function.
+    """Scales of inputs: weights are multiplied by them, and the maker of the inputs is divided; the function is the
+    same.
 
     Attributes:
-        made: the name in the graph of the weight of which entries of the first dimension are divided.
-        read: the names of the weights of which columns are multiplied.
+        made: the name in the graph of the weight whose entries along the first dimension are divided.
+        read: the names of the weights whose columns are multiplied.
         scales: f32[in].
     """
 
@@ -191,7 +192,7 @@ def save_quantised(
 
 
 def check_out(out: Path) -> None:
-    """Refuse now what could not be written after all the work.
+    """Refuse a folder that could not be written, before any work is done.
 
     Raises:
         InputError: it exists, or is in no folder that can be written.
@@ -205,11 +206,11 @@ def check_out(out: Path) -> None:
 
 
 def check_weights(weights: Weights) -> QuantizeWeights:
-    """The pass that says what is stored, and how.
+    """Return the pass that chooses the weights to quantise and their format.
 
     Raises:
         UnknownName: an unknown format or key.
-        InputError: rows that are rounded too, which is not of what is stored.
+        InputError: rounding of rows, which a checkpoint cannot store.
     """
     chosen = quantising(weights)
     if chosen is None or chosen.activations:
@@ -258,7 +259,7 @@ def settings_of(format: Format, ignored: Sequence[str], embeddings: bool = False
 
     Args:
         ignored: modules whose weights are not quantised.
-        embeddings: whether vectors of ids are, too.
+        embeddings: True if embeddings are quantised, too.
 
     Raises:
         InputError: blocks that compressed-tensors has no word for.

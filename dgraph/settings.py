@@ -1,4 +1,4 @@
-"""Settings as values: a frozen dataclass whose fields a function also takes as keywords; what texts mean as such."""
+"""Settings as values: a frozen dataclass whose fields a function also takes as keywords; settings read from texts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def typed(what: str, key: str, text: str, kind: Any) -> Any:
     """A text as a bool, a number, a string or a tuple of these, with commas between them.
 
     Args:
-        what, key: what has that value, for messages.
+        what, key: the thing and its key that have the value, for messages.
         text: of the value.
         kind: bool, int, float, or tuple[one of them, ...]; anything else is the text itself.
 

@@ -27,7 +27,7 @@ FACTS = (
     "layer_importance",
     "adapter",
 )
-"""Fields of `ModelSpec` that a caller may give: what no shape of a weight says."""
+"""Fields of `ModelSpec` that a caller may give: facts that no shape of a weight shows."""
 
 
 def given_as(name: str, example: object = "") -> str:
@@ -52,15 +52,15 @@ class ModelSpec:
         encoding: the keys that a row sees where keys are written for good, which are those of prompts and of finished
             blocks. "block": its whole block and all before it. "causal": itself and all before it; then a block begins
             after the last known token, and tokens can be decoded one by one.
-        next_token: whether the forward that writes the keys of a finished block also predicts the token after it, with
-            which the next block begins. Such a model works in two modes: it denoises a block, then encodes it.
+        next_token: True if the forward that writes the keys of a finished block also predicts the token after it. The
+            next block begins with that token. Such a model works in two modes: it denoises a block, then encodes it.
         noise: content of positions that are not decoded: "mask", the mask token, or "uniform", tokens drawn from the
             whole vocabulary. With "uniform" a step draws a block anew, and the block is decoded when it does not change
             any more.
         max_positions: the model's window in tokens, prompt and response together.
         dtype: dtype of the weights.
-        layer_importance: per layer, how much it changes what it is given (1 - mean cosine; `dgraph calibrate` measures
-            it, MaskKV, section 3.3); empty if it was not measured.
+        layer_importance: per layer, its change of the hidden states (1 - mean cosine; `dgraph calibrate` measures it,
+            MaskKV, section 3.3); empty if it was not measured.
         image_id: id that stands for an image; -1 of a model that has none. No image is read, so prompts and canvases
             that have it are refused.
         adapter: the folder of a low-rank adapter by which the model drafts, and does not verify; in the checkpoint's
@@ -140,7 +140,9 @@ class ModelSpec:
             raise InputError(f"{self.family}: weights must be of a floating dtype, got {self.dtype}.")
 
     def _check_uniform(self) -> None:
-        """A model of random tokens denoises a block that follows what is known, and decides no position twice."""
+        """Refuse facts that contradict noise="uniform": its blocks follow the known tokens, and no position is decided
+        twice.
+        """
         wanted = {
             "mask_id": -1,
             "attention": "block_causal",
@@ -169,11 +171,11 @@ class ModelSpec:
         return self.encoding == "causal" or self.next_token
 
     def check_keys(self, recommit: bool, kept: object | None) -> None:
-        """Refuse what cannot be done with the keys of a model that forwards a finished block again to write them.
+        """Refuse a use of keys that a model cannot serve, since it forwards a finished block again to write them.
 
         Args:
-            recommit: whether all rows of a finished block are forwarded again.
-            kept: the plan of which keys stay; None for all.
+            recommit: True if all rows of a finished block are forwarded again.
+            kept: the plan of the keys that stay; None for all.
 
         Raises:
             InputError: a finished block is not forwarded, or not all keys stay of a model without a mask token.
@@ -195,7 +197,7 @@ class ModelSpec:
             )
 
     def check_masks(self, what: str) -> None:
-        """Raises `InputError` for what puts masks where something is to be predicted, on a model that has none."""
+        """Raise `InputError` for a use of masks on a model that has no mask token."""
         if self.noise == "uniform":
             raise InputError(
                 f"{what} forwards mask tokens, but {self.family} has none: nothing stands where it decodes but random "

@@ -132,7 +132,7 @@ def rows_of(graph: Graph, stored: Stored, begin: int, end: int, name: str, befor
 
 
 def quantised_as(graph: Graph, weight: Node, format: Format, by: str) -> Node:
-    """Let all that read a weight read what is dequantised of it; the tensors only stand for what is stored.
+    """Let all readers of a weight read its dequantised form; the tensors only stand for the stored ones.
 
     Args:
         weight: [..., rows, columns], floating.
@@ -185,11 +185,11 @@ def formats_of(graph: Graph) -> dict[str, Format]:
 
 
 def take_weights(graph: Graph, source: Source | None, parts: Mapping[str, Part]) -> None:
-    """Replace weights of a graph by what a source has of them, and by parts of them; what was one tensor stays one.
+    """Replace weights of a graph by a source's tensors, and by parts of them; a shared tensor stays shared.
 
     Args:
-        source: of weights that the graph's own only stand for; None: there are none.
-        parts: by name, which part of a weight to take.
+        source: source of weights that the graph's tensors only stand for; None: there are no such weights.
+        parts: by name, the part of a weight to take.
     """
     taken: dict[tuple[int, Part | None], Tensor] = {}
     for name, node in graph.weight_nodes().items():

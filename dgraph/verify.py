@@ -163,8 +163,11 @@ def _rows(graph: Graph) -> Iterable[str]:
 
 
 def _writes(graph: Graph) -> Iterable[str]:
-    """Mutation only through declared arguments, which are inputs, and which no op of torch reads, since its result may
-    lie in the same memory; an op reads a cache after its write, unless that says what it holds before the first one."""
+    """Ops write only declared arguments, which are inputs, and read a cache after its write.
+
+    No op of torch reads such an input, since its result may lie in the same memory. A cache may be read before its
+    write if its declaration says what it holds before the first one.
+    """
     mutable = {value for n in graph.calls if (o := op_of(n.target)) is not None for value in o.written(args_of(n))}
     written: set[Node] = set()
     for node in graph.calls:
@@ -189,7 +192,7 @@ def _writes(graph: Graph) -> Iterable[str]:
 
 
 def _scales(graph: Graph) -> Iterable[str]:
-    """Float8 in caches is read, copied and written by ops that know of its scales, and are given them."""
+    """Float8 in caches is read, copied and written only by ops that take its scales and are given them."""
     stored = {node for node in graph.fx.nodes if _in_place(graph, node) and node.meta["val"].dtype == FLOAT8}
     for node in graph.calls if stored else ():
         op, args = op_of(node.target), args_of(node)

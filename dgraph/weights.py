@@ -1,4 +1,4 @@
-"""Weights that are read when they are asked for, and as far as they are: how a rank never holds a whole model."""
+"""Weights that are read on demand, and only the parts asked for, so that a rank never holds a whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dgraph.sharding import Part
 
 
 def hollow(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A tensor of a shape that takes the memory of one element: what stands for a weight that is not read yet."""
+    """A tensor of a shape in the memory of one element, which stands for a weight that is not read yet."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
@@ -28,7 +28,7 @@ def weights_of(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_all(weights: Mapping[str, Tensor], source: WeightSource) -> None:
-    """Give hollow tensors memory, with what they stand for; those that stand for a quantised weight stay hollow.
+    """Fill hollow tensors with the weights that they stand for; stand-ins of quantised weights stay hollow.
 
     A tensor of several names is read once, by the first.
     """
@@ -40,7 +40,7 @@ def read_all(weights: Mapping[str, Tensor], source: WeightSource) -> None:
 
 
 class Shapes:
-    """In place of a `WeightSource`: every weight and part is hollow, and nothing is read. For graphs that none runs."""
+    """Stand-in for a `WeightSource`: every weight and part is hollow and none is read; for graphs that are not run."""
 
     def __contains__(self, name: str) -> bool:
         return True
@@ -83,12 +83,12 @@ class WeightSource:
         stored: per weight its tensor. For a stack, the blocks [rows, columns] of each item one after the other, with
             the same number of them for every item.
         formats: of the weights that are stored quantised.
-        names: what a checkpoint calls the tensors of those that are stored as they are.
+        names: names in the checkpoint of the tensors of weights that are stored as they are.
 
     Attributes:
         formats: see above.
-        all_quantised: whether it has no others.
-        taken: bytes of what has been taken so far, as they are stored.
+        all_quantised: True if it has no other weights.
+        taken: bytes that have been taken so far, as they are stored.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class WeightSource:
         return QuantisedWeight(found[0], found[1], found[2] if format.zeros else None, format.block)
 
     def _read_item(self, blocks: Sequence[Stored], part: Part | None, into: Tensor) -> None:
-        """Read what a part has of one item of a stack."""
+        """Read the share of a part in one item of a stack."""
         at = row = 0
         for block in map(made, blocks):
             for begin, end in _ranges(part, 1, at, at + block.shape[0]):
