@@ -378,7 +378,7 @@ class Divided:
 _BY_OP: dict[str, Callable[[Divided, Node], Any]] = {
     "dgraph.embedding_part": Divided._embedding,
     "dgraph.dequantise": Divided._dequantise,
-    "dgraph.round_rows": Divided._same,  # a rank scales what it has of a row
+    "dgraph.round_rows": Divided._same,  # a rank scales its share of a row
     "dgraph.rms_norm": Divided._norm,
     "dgraph.rope": Divided._rope,
     "dgraph.attention": Divided._attention,

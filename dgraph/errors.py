@@ -124,6 +124,6 @@ def warn(message: str) -> None:
         frame = frame.f_back
     own = packages[0]
     level = len(packages) - packages[::-1].index(own)
-    while level < len(packages) and packages[level] in ("contextlib", "torch"):  # what wraps dgraph's function
+    while level < len(packages) and packages[level] in ("contextlib", "torch"):  # wrappers of dgraph's function
         level += 1
     warnings.warn(message, DgraphWarning, stacklevel=level + 1)

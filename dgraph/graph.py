@@ -381,7 +381,7 @@ class Graph(Described):
     def listed(self, call: Node, by: str) -> Listed:
         """Parts of the result of a `list_kept` or `keep_index`, as nodes: existing ones, or new ones."""
         parts = {args_of(part)[1]: part for part in call.users}
-        for i in sorted({0, 1} - parts.keys()):  # nobody has read it yet
+        for i in sorted({0, 1} - parts.keys()):  # without a reader yet
             previous = parts[0] if i else call
             parts[i] = self.call(operator.getitem, (call, i), before=previous.next, by=by, like=call)
         return Listed(parts[0], parts[1])

@@ -58,7 +58,7 @@ def folder_of_id(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
-        # What else is missing of a snapshot is found where it is read: which files those are, the loader knows.
+        # Other missing files of a snapshot are found where they are read: the loader knows their names.
         folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG]))
         if (folder / CONFIG).is_file():
             return folder

@@ -343,7 +343,7 @@ def _unit_before(down: Linear) -> GatedUnit | str:
     factors = [factor for factor in unit.all_input_nodes if unit.target is aten.mul.Tensor]
     if len(factors) != 2:
         factors = [unit]
-    factors.sort(key=lambda factor: linear_of(viewed(factor)) is not None)  # what is multiplied as it is, is no gate
+    factors.sort(key=lambda factor: linear_of(viewed(factor)) is not None)  # a factor without activation is no gate
     found = projections_of(factors)
     if isinstance(found, str):
         return found

@@ -119,7 +119,7 @@ class Optimized(Described):
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
         self.programs = {name: self._lower(phase.graph, name == "prefill") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
-        self._engine: tuple[weakref.ref[Engine], threading.Thread] | None = None  # whose it is
+        self._engine: tuple[weakref.ref[Engine], threading.Thread] | None = None  # the engine that uses the programs, if one does
         self._session = BlockSession(
             self.spec,
             self.programs,

@@ -70,7 +70,7 @@ def _is_linear(node: Node, read: list[Node]) -> bool:
     """True if a call on partial sums is the partial sum of the call on their sums."""
     if is_view(node) or node.target is OPS["compact"].overload:
         return True
-    if node.target is OPS["low_rank"].overload:  # what is added to a share is made of the same inputs: a share, too
+    if node.target is OPS["low_rank"].overload:  # the addend of a share is made of the same inputs: a share, too
         return read == node.all_input_nodes[:1]
     return read == node.all_input_nodes and is_linear(node)
 

@@ -240,7 +240,7 @@ def quantised_rows(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     most = _most(wide) if x.shape[-1] else wide.new_zeros((*x.shape[:-1], 1))
     scales = most / of.reach
     scales = torch.where(scales < torch.finfo(wide.dtype).tiny, 1.0, torch.where(most.isfinite(), scales, torch.nan))
-    # At most the reach and a few times 2**-24 of it, which is nearer to the reach than to what comes next.
+    # At most the reach and a few times 2**-24 of it, which is nearer to the reach than to the next number.
     numbers = torch.where(scales.isnan(), 0.0, wide * scales.reciprocal())
     if not of.dtype.is_floating_point:
         numbers = numbers.round()

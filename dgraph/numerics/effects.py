@@ -60,7 +60,7 @@ def check_effects(captured: Graph, recipe: Recipe) -> None:
         prompts = name == "prefill" and "encoded" in captured.inputs  # else such steps are no others
         before = captured
         for report, after in zip(phase.reports, phase.snapshots, strict=True):
-            if (before, after, prompts) not in checked:  # phases share what they begin with
+            if (before, after, prompts) not in checked:  # phases share their first passes
                 kinds[prompts].check(report, before, after)
                 checked.add((before, after, prompts))
             before = after

@@ -52,7 +52,7 @@ class PackRows(Pass):
 
     effect: ClassVar[Effect] = Effect.EXACT
     summary: ClassVar[str] = "packs all tokens of a step as rows [N, ...]"
-    signature: ClassVar[frozenset[str]] = frozenset({"*"})  # what a model takes per token, it takes per row
+    signature: ClassVar[frozenset[str]] = frozenset({"*"})  # inputs per token become inputs per row
 
     def run(self, graph: Graph, report: Report) -> None:
         if not graph.find("attention"):

@@ -130,7 +130,7 @@ class PartialAttention(Pass):
             op = OPS["partial_attention" if graph.sharding is None else "partial_context"]
             partial = graph.call(op, (*args, cu_rows, limit, scale, tau, *scales), before=attention, by=by)
             context, salient = graph.parts(partial, 2, by)
-            if graph.sharding is not None:  # the sums of what this rank has
+            if graph.sharding is not None:  # sums of this rank's share
                 salient = salience.drifted(graph, salient, full, cu_rows, tau, by)
             for drift in salience.drifts(graph, layer):
                 if drift is not salient:

@@ -118,7 +118,7 @@ class ReuseRows(Pass):
             if reason := take_apart(graph, of_qk, of_v, report.name):
                 report.skip(reason, attention)
                 continue
-            found = _layer(graph, attention)  # which reads what was taken apart
+            found = _layer(graph, attention)  # anew: it reads the split projections
             assert not isinstance(found, str), found
             self._reuse(graph, found, report)
         if report.applied:
@@ -166,7 +166,7 @@ class ReuseRows(Pass):
 
         ffn = found.ffn
         keep("a", found.mixing, found.mixed, ffn.attended)
-        if ffn.stream not in on_rows:  # one that is parallel to the attention may read what that reads
+        if ffn.stream not in on_rows:  # a network parallel to the attention may read its input
             stream = graph.call(
                 OPS["compact"], ([ffn.stream], rows.index), before=ffn.residual, by=by, like=ffn.nodes[0]
             )

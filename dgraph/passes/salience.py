@@ -190,7 +190,7 @@ def obstacle(nodes: Iterable[Node]) -> str | None:
     """Why these calls cannot run on some of their rows, or None."""
     for node in nodes:
         op = op_of(node.target)
-        # A count is of all the rows that there are; what is made of weights has none.
+        # A count counts all rows, so its op cannot run on some; values of weights have no rows.
         if op is not None and (not op.by_row or op.count is not None) and not of_weights(node):
             return f"{op_name(node.target)} is not known to act row by row"
     return None
