@@ -53,7 +53,7 @@ class Report:
 
     Attributes:
         name, config, effect: the pass.
-        applied, skipped: where it fired, and the near misses.
+        applied, skipped: places where it fired, and near misses.
         nodes: number of calls before and after.
         seconds: host seconds of the rewrite and of its verification.
     """
@@ -137,7 +137,7 @@ class Pass:
 
     @staticmethod
     def obstacle(spec: ModelSpec) -> str:
-        """Why it cannot be used with any graph of a model; "" if it can."""
+        """Reason why it cannot be used with any graph of a model; "" if it can."""
         return ""
 
     def identity(self) -> Pass | None:

@@ -105,7 +105,7 @@ class ChunkLMHead(Pass):
         report.did(f"candidate rows, {self.max_num_logits} at a time")
 
     def _of_ranks(self, graph: Graph, args: tuple[Any, ...], logits: Node, by: str) -> Node:
-        """The same, of which each rank computes the numbers of its ids."""
+        """The same on ranks: each computes the numbers of its ids."""
         part = (*args, False, graph.own_number(FIRST_ID), graph.spec.vocab)
         numbers = graph.call(OPS["lm_head_part"], part, before=logits, by=by)
         every = graph.of_all_ranks(numbers, by)

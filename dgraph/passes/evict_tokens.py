@@ -128,7 +128,7 @@ class EvictTokens(Pass):
 
     @staticmethod
     def obstacle(spec: ModelSpec) -> str:
-        """Why rows of a model cannot be evicted; "" if they can."""
+        """Reason why rows of a model cannot be evicted; "" if they can."""
         if spec.noise == "uniform":
             return (
                 "no row is decoded before its whole canvas is: what each of them predicts is a part of what the next "

@@ -62,7 +62,7 @@ class FuseProjections(Pass):
 
 
 def _obstacle(members: Sequence[Linear]) -> str | None:
-    """Why a group cannot be fused, or None."""
+    """Reason why a group cannot be fused, or None."""
     biases, weights = [m.bias for m in members], [stored_of(m.weight) for m in members]
     found = [weight for weight in weights if weight is not None]
     if len(found) < len(members):

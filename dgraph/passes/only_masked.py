@@ -124,7 +124,7 @@ def _attends(node: Node) -> bool:
 
 
 def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:
-    """Why the last layer cannot run on masked rows alone, or None."""
+    """Reason why the last layer cannot run on masked rows alone, or None."""
     if reason := windowed(attention):
         return reason
     hidden, *_ = args_of(head)

@@ -187,7 +187,7 @@ def of_masked(graph: Graph, node: Node) -> bool:
 
 
 def obstacle(nodes: Iterable[Node]) -> str | None:
-    """Why these calls cannot run on some of their rows, or None."""
+    """Reason why these calls cannot run on some of their rows, or None."""
     for node in nodes:
         op = op_of(node.target)
         # A count counts all rows, so its op cannot run on some; values of weights have no rows.
@@ -205,7 +205,7 @@ def move(
     decides which experts run stays as it is: its sums keep their order, or near ties would be decided anew.
 
     Args:
-        instead: what to read for the values that are gathered already.
+        instead: replacements of values that are gathered already.
 
     Returns:
         `instead` and the new node of each old one.

@@ -23,9 +23,9 @@ class Segment:
     """Neighbouring entries of a weight that are divided among themselves.
 
     Attributes:
-        begin, end: where they lie.
-        units: how many pieces there are that stay whole (heads, or single outputs).
-        shared: where there are fewer of them than ranks, several ranks have the same one.
+        begin, end: their range.
+        units: number of pieces that stay whole (heads, or single outputs).
+        shared: True if several ranks may have the same piece, if there are fewer pieces than ranks.
     """
 
     begin: int
@@ -41,7 +41,7 @@ class Role:
     Attributes:
         kind: one of `dgraph.sharding.KINDS`.
         dim: along which dimension; -1 for a bias that one rank alone adds.
-        segments: of that dimension, in order; they are all of it.
+        segments: segments of that dimension, in order; together they cover it.
     """
 
     kind: str
@@ -62,8 +62,8 @@ class Plan:
         hints: pairs of a pattern of names and a kind, which override the view.
 
     Attributes:
-        roles: of each weight by name.
-        parts: of each weight that is divided.
+        roles: role of each weight by name.
+        parts: part of each divided weight by name.
         divisions: the same as `dgraph.division` takes it.
 
     Raises:
