@@ -94,7 +94,7 @@ class _Small:
 
     Attributes:
         steps: in order.
-        chooser: of a graph that reads the keys that another program chose, that program; it runs where all rows are.
+        chooser: the program that chooses keys for a graph that reads chosen keys; it runs on steps with all rows.
     """
 
     steps: Sequence[SmallStep]

@@ -48,10 +48,10 @@ class Parting:
     """The first node of a run whose value is not that of the same node in another run.
 
     Attributes:
-        node: of the later graph.
+        node: node of the later graph.
         layer: its layer; None outside the layers.
-        reads: what it reads that the other graph has not.
-        difference: of the two values.
+        reads: its arguments that the other graph has not.
+        difference: difference of the two values.
     """
 
     node: Node

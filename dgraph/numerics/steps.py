@@ -48,8 +48,8 @@ def small_steps(spec: ModelSpec, device: torch.device | str = "cpu", prompts: bo
 
     Args:
         spec: the model.
-        device: where the values go.
-        prompts: whether all rows are those of prompts, which a model that works in two modes encodes.
+        device: device of the values.
+        prompts: True if all rows are those of prompts, which a model that works in two modes encodes.
     """
     length = BLOCKS * spec.block_length
     ids = _tokens(spec, length)

@@ -67,8 +67,8 @@ class KVPlan:
 
         Args:
             layer: index of the layer, which may have a number of pairs of its own.
-            candidates: of the sequence; no head keeps more.
-            kv_heads: whose entries are counted.
+            candidates: number of candidates of the sequence; no head keeps more.
+            kv_heads: number of heads whose entries are counted.
             budgets: number of heads whose budgets they may use; 0: their own.
         """
         pairs = pairs_of(self.pairs, layer) if self.pairs else int(self.ratio * candidates)

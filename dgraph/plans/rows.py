@@ -39,14 +39,15 @@ MANY_STEPS = 4096
 class RowPlan:
     """Rows of a step: all of the canvas in a whole step, a region of it in the others.
 
-    In a full step a program recomputes everything it has; in the others it may skip what has hardly changed (DyLLM).
+    In a full step a program recomputes everything it has; in the others it may skip rows that have hardly changed
+    (DyLLM).
 
     The block cache decides if decoded rows of the region are forwarded again (see `Recipe.block_cache`).
 
     Attributes:
         region: the rows of a step that is not whole.
-        schedule: which steps are full, and which are whole.
-        first: what the first step of a block commits: "policy" (what the policy chooses) or "position" (the block's
+        schedule: the steps that are full, and those that are whole.
+        first: tokens that the first step of a block commits: "policy" (the policy's choice) or "position" (the block's
             first position alone, whatever its confidence).
     """
 

@@ -252,7 +252,7 @@ class Cost:
         points: exact match in percentage points, below 0 where it loses answers.
         within: the 95 % interval of these; None where no paired one was measured.
         steps: steps as a multiple of those of dense; None if they were not measured.
-        page: of benchmarks/results, without its ending.
+        page: name of the page in benchmarks/results, without its ending.
     """
 
     model: str

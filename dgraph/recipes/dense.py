@@ -28,7 +28,7 @@ PREFILL = Phase("prefill", (*CACHED, OnlyKV()), STACKED)
 """The prompt's whole blocks: keys and values only."""
 
 ENCODED = Phase("prefill", (*CACHED, EncodeRows(), OnlyKV()), STACKED)
-"""The same of a model whose rows say whether they are encoded."""
+"""Passes of a prefill for a model whose rows are flagged as encoded or not."""
 
 GATED = frozenset({"FuseGLU"})
 """Optional where it is used: a mixture of experts may have no gated unit beside its experts."""
