@@ -48,10 +48,10 @@ def load(
         dgraph.load("./SDAR-8B-Chat-b32", dtype="auto", device="cuda")
 
     Args:
-        name: of an embedded model, or the path of a folder.
+        name: name of an embedded model, or the path of a folder.
         dtype: of the weights: a torch.dtype, its name ("bfloat16", "bf16"), or "auto" for that of the checkpoint. None
             is float32 on a CPU and that of the checkpoint on a GPU.
-        device: where they go; None for the CPU.
+        device: device of the weights; None for the CPU.
         opened: leave the weights where they are stored, for `optimize(mesh=)` and `optimize(weights=)` to read.
         tokenizer: instead of the folder's own; see `optimize`.
         facts: fields of `ModelSpec` that hold instead of what the folder says, e.g. `block_length=`.
@@ -137,8 +137,8 @@ def optimize(
         model: the name of an embedded model ("tiny_sdar"), a checkpoint folder, a transformers model object, or a
             `Model`.
         recipe: a recipe's name, or a `Recipe`.
-        compilation: how it is compiled; see `Compilation`.
-        dtype, device: where and how to load a name or folder; see `load`. An object keeps its own.
+        compilation: settings of the compilation; see `Compilation`.
+        dtype, device: of the weights of a name or folder; see `load`. An object keeps its own.
         tokenizer: reads and writes texts instead of the folder's own. A folder with tokenizer files, or a tokenizer
             object of transformers, whose chat template is applied. Or an object with `encode` and `decode`
             (`dgraph.families.Tokenizer`); with `encode_chat` it reads conversations.

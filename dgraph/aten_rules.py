@@ -33,9 +33,9 @@ class Rule:
     """The facts about an op.
 
     Attributes:
-        axes: of a call, how dimensions of its results correspond to those of its arguments.
+        axes: gives for a call the correspondence of its results' dimensions to those of its arguments.
         dims: arguments that number dimensions.
-        of_result: whether these are dimensions of the result; else of the first tensor.
+        of_result: True if these are dimensions of the result; else they are of the first tensor.
         sizes: arguments that are sizes of the result. No other argument may be a number of rows.
         linear: the arguments in which the op is linear together, if these and no others are tensors. A call on sums
             over ranks is then the sum over ranks of its calls on the shares.
@@ -53,7 +53,7 @@ def register(name: str, rule: Rule) -> None:
 
     Args:
         name: as it reads in a dump, "roll" of an aten op, "package.op" of another.
-        rule: of all overloads of the op.
+        rule: rule of all overloads of the op.
 
     Raises:
         InputError: the op has an entry.
@@ -190,4 +190,4 @@ RULES: dict[str, Rule] = {
     "index": Rule(kinds.indexed),
     **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), Rule(kinds.scattered, ("dim",))),
 }
-"""By the name of an op as it reads in a dump."""
+"""Rules by the name of an op as it reads in a dump."""

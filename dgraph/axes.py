@@ -20,7 +20,7 @@ from dgraph.nodes import args_of
 from dgraph.private.torch import OpOverload
 
 Dims = tuple[int | None, ...]
-"""By dimension of an argument: the dimension of each result that it becomes, None if the op works along it."""
+"""Per dimension of an argument, the dimension of each result that it becomes; None if the op works along it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Passage:
     """The images of one tensor argument's dimensions in the results.
 
     Attributes:
-        name: of the argument in the schema.
+        name: name of the argument in the schema.
         node: the tensor; of a list of tensors each has a passage of its own.
         dims: by dimension of the tensor.
     """

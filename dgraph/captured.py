@@ -103,10 +103,10 @@ def graph_of_model(
 
     Args:
         model: loaded, or opened if weights are quantised or divided.
-        store: where captured graphs are stored.
-        weights: how they are stored; None: as they are.
+        store: store of captured graphs.
+        weights: format in which they are stored; None: as they are.
         mesh: ranks over which the graph is divided; every rank calls this.
-        facts: what must be the same on all ranks.
+        facts: values that must be the same on all ranks.
 
     Raises what `capture_or_load`, `run_passes` and `dgraph.parallel.divide` do.
     """

@@ -23,7 +23,7 @@ class WarmUp:
     Attributes:
         batch: sequences at a time, at least 1.
         tokens: positions per sequence, prompt and response together; None for the model's longest.
-        decoding: how later calls of `generate` decode.
+        decoding: settings by which later calls of `generate` decode.
     """
 
     batch: int
@@ -42,8 +42,8 @@ class Compilation:
         graphs: on a GPU, replay the stages of a step, and forwards of prompts of few rows, as CUDA graphs, one per
             bucket; False launches op by op.
         warmup: None records a CUDA graph when its bucket is first met; a `WarmUp` records all of them now.
-        artifacts: where compiled code and captured graphs are stored for later processes: True for the user's artifact
-            cache (see `dgraph cache path`), False for nowhere, or a folder.
+        artifacts: store of compiled code and captured graphs for later processes. True for the user's artifact cache
+            (see `dgraph cache path`), False for no store, or a folder.
         tune: on a GPU, let kernels take the tilings (sizes of launches) that were the fastest on this kind of device. A
             warm-up times them once for the shapes that it meets, and stores the choices in the cache. Without a cache
             no tiling is timed. A tiling changes the order of sums, so results may differ in the last bits from those of

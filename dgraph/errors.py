@@ -92,7 +92,7 @@ class UnknownName(DgraphError, KeyError):
 
     Args:
         kind: the field's word for the unknown thing.
-        name: what was given.
+        name: the given name.
         known: the names that there are.
         hint: a sentence in place of the closest names.
         field: as in `InputError`.

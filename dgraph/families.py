@@ -109,8 +109,8 @@ class Model(Described):
         prefix: dotted path before the weights' names within `module`.
         hints: roles of weights in tensor parallelism that their layers do not declare, by a pattern of the name in the
             graph; see `dgraph.passes.ShardTensorParallel`.
-        weights: where parameters of `module` are to be read that only stand for these: all of them, see `Family.open`;
-            or those that a checkpoint stores quantised, which a captured graph reads as they are.
+        weights: source of parameters of `module` that only stand for stored ones: all of them, see `Family.open`; or
+            those that a checkpoint stores quantised, which a captured graph reads as they are.
         adapter: by which it drafts, see `ModelSpec.adapter`; None: by its own weights.
         stored_dtype: of the weights in the checkpoint that it was loaded from; None where no checkpoint says.
     """

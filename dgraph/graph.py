@@ -57,7 +57,7 @@ class Graph(Described):
         divided: by name, what a rank has of each weight that is divided.
         whole: the facts of the whole model, where `spec` counts the heads that a rank has; None for a whole graph.
         own: numbers that differ between ranks, by name, i64[1] each; see `own_number`.
-        adapter: what the model drafts by, besides these weights; whole, on every rank. None: by these alone.
+        adapter: weights by which the model drafts, besides these; whole, on every rank. None: by these alone.
     """
 
     def __init__(self, spec: ModelSpec, symbols: Symbols | None = None):
@@ -204,7 +204,7 @@ class Graph(Described):
             args, kwargs: as the op takes them.
             before: the node that the call comes before.
             by: the pass that makes it.
-            like: where layer and role come from.
+            like: the node that gives layer and role.
             meta: further entries of `meta`; `rows` names the row set that a cut op makes.
 
         Raises:
@@ -336,10 +336,10 @@ class Graph(Described):
             flag: bool over a row set, true for rows that go on.
             before: the first node that runs on these.
             by: the pass.
-            like: where layer and role of the new calls come from; of `before` if None.
+            like: the node that gives layer and role of the new calls; `before` if None.
             counted: their number stays on the device, and the others become padding; else the host reads it, and the
                 program is cut into stages here.
-            instead: what is gathered in place of a value (rows that go on may see fewer keys, say).
+            instead: values that are gathered in place of others (rows that go on may see fewer keys, say).
             but: nodes that go on reading all rows. With the output among them, `kept` stays as it is.
 
         Returns:

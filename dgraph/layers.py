@@ -37,8 +37,8 @@ class Projections:
     """The linear layers of an attention.
 
     Attributes:
-        q, k, v: of its queries, keys and values; parts of one layer where they are one product.
-        o: of its output.
+        q, k, v: layers of its queries, keys and values; parts of one layer if they are one product.
+        o: layer of its output.
     """
 
     q: Projection
@@ -53,7 +53,7 @@ class GatedUnit:
 
     Attributes:
         gate, up: parts of one layer if they are one product; gate is `None` for a network without a gate.
-        down: of their product.
+        down: layer that reads their product.
     """
 
     gate: Projection | None
@@ -87,7 +87,7 @@ class Mixing:
     Attributes:
         nodes: the calls from the attention to what is added, in order.
         result: the last of them.
-        residual: where it is added to the stream.
+        residual: the sum that adds it to the stream.
     """
 
     nodes: tuple[Node, ...]
@@ -323,7 +323,7 @@ def without(mine: Sequence[Node], others: Collection[Node]) -> list[Node]:
 
 
 def windowed(attention: Node) -> str:
-    """Why a pass leaves an attention alone that thinks its rows see all keys before a limit; "" if they do."""
+    """Reason why rows do not see all keys before a limit, which some passes assume; "" if they see them all."""
     op = op_of(attention.target)
     window = op.values("window", args_of(attention)) if op is not None and "window" in op.arguments else []
     return f"rows see a window of {window[0]} positions, not all keys before them" if any(window) else ""

@@ -119,7 +119,7 @@ class Optimized(Described):
         self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
         self.programs = {name: self._lower(phase.graph, name == "prefill") for name, phase in self.phases.items()}
         self._in_use, self._preparing = threading.Lock(), threading.Lock()
-        self._engine: tuple[weakref.ref[Engine], threading.Thread] | None = None  # the engine that uses the programs, if one does
+        self._engine: tuple[weakref.ref[Engine], threading.Thread] | None = None  # the user of the programs
         self._session = BlockSession(
             self.spec,
             self.programs,
@@ -219,7 +219,7 @@ class Optimized(Described):
         Args:
             prompts: one text or several, framed by the model's chat template. Or a conversation, a list of messages
                 {"role": ..., "content": ...}; or a list of conversations.
-            decoding: how; see `Decoding`.
+            decoding: settings of decoding; see `Decoding`.
             input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
             canvas: for one text, the beginning of its response as far as it is fixed (infilling): ids, and None for
                 free positions. All positions after it are free. For several prompts, or for ids, such a list for each,

@@ -28,9 +28,9 @@ class Orders:
     """The row orders of a graph.
 
     Attributes:
-        of: of each value over rows, by node; a row set, or one with the list that its rows were taken by.
-        offsets: of each value that holds offsets per sequence.
-        numbers: of each list of row numbers, the order that these are of.
+        of: order of each value over rows, by node: a row set, or one with the list by which its rows were taken.
+        offsets: order of each value that holds offsets per sequence.
+        numbers: for each list of row numbers, the order of the rows that they number.
         broken: one message per call that reads values of several orders and may not.
     """
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dgraph.errors import InputError, UnknownName
 
 WHOLE = -1
-"""As rows or columns of a block: all of them."""
+"""Number of rows or columns of a block that stands for all of them."""
 
 PARTS = ("", "_scale", "_zero")
 """Suffixes of values, scales and zeros, after the name of the weight."""
@@ -30,8 +30,8 @@ class Kind:
     """Numbers that a weight is stored as.
 
     Attributes:
-        dtype: of a stored element.
-        bits: of a number; of 4 bits, two are in an element.
+        dtype: dtype of a stored element.
+        bits: bits of a number; two numbers of 4 bits lie in an element.
         zero: the number that stands for 0 if no zeros are stored.
         limits: the least and the greatest number.
         reach: the number to which the largest absolute value of a block is scaled, if it has no zeros.
@@ -172,7 +172,7 @@ class QuantisedRows:
     Attributes:
         values: [..., columns] of float8_e4m3fn or int8.
         scales: f32 [..., 1].
-        dtype: of what they stand for, and of what is computed from it.
+        dtype: dtype of the values that they stand for, and of results computed from these.
     """
 
     values: Tensor

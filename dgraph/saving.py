@@ -54,7 +54,7 @@ class Saved:
     """Record of a written checkpoint.
 
     Attributes:
-        folder: where.
+        folder: the folder that was written.
         quantised: number of tensors that were quantised.
         before, after: bytes of the weights as they were, and as they are.
     """
@@ -129,9 +129,9 @@ def save_quantised(
     Args:
         model: the name of an embedded model or a checkpoint folder, of which weights are stored as they are.
         out: the folder to write, which does not exist.
-        weights: how they are stored, as for `optimize`.
-        device: where weights are quantised.
-        shard_bytes: of weights in a file at most, unless one weight has more.
+        weights: format in which they are stored, as for `optimize`.
+        device: device on which weights are quantised.
+        shard_bytes: most bytes of weights in a file, unless one weight has more.
         folds: scales that weights round better with, see `dgraph.evaluate.scales.scales_for`. Adapters in the folder,
             which are copied else, were trained on inputs without them.
         rounded: by name in the graph, weights that are written as they are rounded here, and not to the nearest, see

@@ -100,13 +100,13 @@ class InputSpec:
       a state of a response is carried from one part of the prompt to the next.
 
     Attributes:
-        name: of the input; the same in every program of a recipe that reads it.
-        dtype: of its elements.
+        name: name of the input, the same in every program of a recipe that reads it.
+        dtype: dtype of its elements.
         shape: declared sizes; the first one says what the input is `per`.
         reset: when it holds `initial` again: "step" (it is computed for each), "block", "response" or "never". Default
             "never" for what is written in place, else "step".
         initial: every element after a reset.
-        layer: of packed entries, the layer whose number of entries they have.
+        layer: for packed entries, the layer whose number of entries they have.
         budgets: of the numbers of packed entries by head, how many heads' budgets these heads may use, where others
             (on other ranks) share theirs with them; 0: their own.
         by_head: for a paged cache of one number per head: True if a page stores the numbers of all positions head after
@@ -360,7 +360,7 @@ class Evaluator:
     def _not_accepted(
         self, node: torch.fx.Node, value_of: Callable[[torch.fx.Node], Any], error: Exception
     ) -> VerifyError:
-        """Why a call has no type: its schema, what it was given, and the first line of what torch says."""
+        """Reason why a call has no type: its schema, its arguments, and the first line of torch's message."""
 
         def text(arg: Any) -> str:
             if isinstance(arg, (list, tuple)):

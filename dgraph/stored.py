@@ -136,7 +136,7 @@ def quantised_as(graph: Graph, weight: Node, format: Format, by: str) -> Node:
 
     Args:
         weight: [..., rows, columns], floating.
-        format: of what is stored.
+        format: format of the stored numbers.
 
     Returns:
         The call that dequantises it, before the first reader. The weight itself is no longer in the graph.

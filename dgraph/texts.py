@@ -23,7 +23,7 @@ def read_text(path: str | Path, what: str) -> str:
 
     Args:
         path: of the file.
-        what: how a message begins, as "--data questions.jsonl".
+        what: the beginning of a message, as "--data questions.jsonl".
 
     Raises:
         InputError: the file cannot be read, or is not UTF-8.

@@ -36,7 +36,7 @@ class Signature:
     inputs: tuple[InputSpec, ...]
     outputs: tuple[str, ...]
     weights: frozenset[tuple[str, tuple[int, ...], torch.dtype, int]]
-    """By name, shape, dtype, and which tensor it is."""
+    """Each weight as (name, shape, dtype, identity of the tensor)."""
     tensors: tuple[tuple[str, ReferenceType[Tensor]], ...] = field(compare=False, repr=False)
     """These, not held, since a pass may free them: of one that is gone another may have the number."""
 
@@ -78,7 +78,7 @@ def verify(
         by: the pass that ran last, for the message.
         before: the signature before that pass; None skips the comparison.
         may_change: names of inputs and outputs that the pass declared it adds or removes.
-        may_change_weights: whether the pass declared that it replaces weights.
+        may_change_weights: True if the pass declared that it replaces weights.
 
     Raises:
         VerifyError: with every violation of the first rule that is broken.

@@ -51,7 +51,7 @@ def graph_of(
         facts: as for `capture`; a `Graph` and an `Optimized` have theirs.
         tp: ranks to divide the model over right after capture, of which one's graph is given; its weights have shapes
             and no values. An `Optimized` is divided or not. None: not divided.
-        weights: how weights are stored, as for `optimize`; they have shapes and no values then.
+        weights: format in which weights are stored, as for `optimize`; they have shapes and no values then.
 
     Raises:
         UnknownName: an unknown recipe, option, phase or pass.
@@ -161,7 +161,7 @@ def explain(
         recipe, options: the recipe; an `Optimized` has its own.
         buckets: as for `optimize`; an `Optimized` has its own.
         facts: as for `capture`.
-        weights: how weights are stored, as for `optimize`; an `Optimized` has its own.
+        weights: format in which weights are stored, as for `optimize`; an `Optimized` has its own.
     """
     if isinstance(model, Optimized):
         _has_its_own(facts)

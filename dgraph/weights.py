@@ -56,7 +56,7 @@ class Made:
     """A tensor that is made of stored ones when it is read.
 
     Attributes:
-        shape, dtype: of it.
+        shape, dtype: of the tensor.
         make: makes it.
     """
 
@@ -82,7 +82,7 @@ class WeightSource:
     Args:
         stored: per weight its tensor. For a stack, the blocks [rows, columns] of each item one after the other, with
             the same number of them for every item.
-        formats: of the weights that are stored quantised.
+        formats: formats of the weights that are stored quantised, by name.
         names: names in the checkpoint of the tensors of weights that are stored as they are.
 
     Attributes:
@@ -139,7 +139,7 @@ class WeightSource:
         Args:
             name: of the weight.
             like: the whole weight's shape, and the dtype and device of the result.
-            part: which part; None for the whole.
+            part: the part to take; None for the whole.
         """
         blocks = self._stored[name]
         if len(blocks) == 1 and blocks[0].shape == like.shape:
