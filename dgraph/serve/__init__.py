@@ -5,7 +5,7 @@
 
     application = app(dgraph.optimize("tiny_sdar", recipe="focus").engine())
 
-`dgraph serve` is the same from the command line. What it needs beyond dgraph comes with the extra `serve`.
+`dgraph serve` is the same from the command line. Its dependencies beyond those of dgraph come with the extra `serve`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["ServeSettings", "app"]
 
 
 def app(engines: Engine | Mapping[str, Engine], settings: ServeSettings | None = None, **keywords: Any) -> FastAPI:
-    """An ASGI application over open engines. They stay their caller's: it closes none.
+    """An ASGI application over open engines. The application never closes them: the caller does.
 
     Args:
-        engines: one, served under the name of its model, or several by the names that clients call them; the first is
-            the one that a request without a model means.
+        engines: one, served under the name of its model, or several by the names that clients call them. The first
+            answers requests that name no model.
         settings: see `ServeSettings`.
-        keywords: instead, its fields by keyword.
+        keywords: fields of `ServeSettings`, in place of `settings`.
 
     Raises:
-        InputError: no engine, a setting out of range, or what the extra `serve` brings is not installed.
+        InputError: no engine, a setting out of range, or the extra `serve` is not installed.
         UnknownName: an unknown setting.
     """
     chosen = settings_of(ServeSettings, settings, keywords)
@@ -51,7 +51,7 @@ def app(engines: Engine | Mapping[str, Engine], settings: ServeSettings | None =
 
 
 def check_installed() -> None:
-    """Raises `InputError` where what the extra `serve` brings is missing."""
+    """Raise `InputError` if a package of the extra `serve` is missing."""
     try:
         import fastapi
         import httptools

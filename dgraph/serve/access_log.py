@@ -14,23 +14,23 @@ from typing import Any
 from dgraph.serve.refusal import Refusal
 
 LOGGER = logging.getLogger("dgraph.access")
-"""Where lines go, at level INFO; who serves chooses the handlers."""
+"""Logger of the lines, at level INFO; the process that serves chooses the handlers."""
 PROBES = ("/health", "/ready", "/ping")
-"""Paths by which a supervisor asks how a server is: they are always answered, and tell nothing else."""
+"""Paths by which a supervisor asks for a server's health: they are always answered, and tell nothing else."""
 
 
 @dataclass
 class Record:
-    """What is known of one request.
+    """Record of one request.
 
     Attributes:
-        request_id: the client's, or ours.
-        method, path: of HTTP.
+        request_id: the id that the client gave, or one that the server drew.
+        method, path: the HTTP method and path.
         client: host and port.
-        status: of the answer; 499 where the client left before there was one.
-        size: bytes of its body.
-        began: on the monotonic clock.
-        facts: what whoever answers adds: the model, tokens, times, how choices ended; why it was refused.
+        status: the answer's HTTP status; 499 if the client left before there was one.
+        size: bytes of the request's body.
+        began: start of the request, in seconds on the monotonic clock.
+        facts: fields that the handler adds: the model, tokens, times, how choices ended, why it was refused.
     """
 
     request_id: str
@@ -43,13 +43,13 @@ class Record:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Note that it is answered so."""
+        """Note that the request is answered with this refusal."""
         self.status = refusal.status
         self.facts |= {"error": refusal.message, "code": refusal.code}
 
 
 def write(record: Record) -> None:
-    """Write one line; requests for health, readiness and metrics that went well are left out."""
+    """Write one line; requests for health, readiness and metrics that were answered with 200 are left out."""
     quiet = record.path in (*PROBES, "/metrics") and record.status == 200
     if quiet or not LOGGER.isEnabledFor(logging.INFO):
         return
@@ -69,7 +69,7 @@ def write(record: Record) -> None:
 
 @contextmanager
 def to_stderr(wanted: bool) -> Iterator[None]:
-    """Lines to stderr while it is open, or to nowhere."""
+    """Send the lines to stderr while the context is open, or drop them if `wanted` is False."""
     handler = logging.StreamHandler(sys.stderr) if wanted else logging.NullHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     before = LOGGER.level, LOGGER.propagate

@@ -16,22 +16,23 @@ from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import Order
 
 LEAST = -9999.0
-"""The logarithm of a confidence of 0."""
+"""The logarithm that stands for a confidence of 0, since JSON has no infinity."""
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Offsets:
-    """Where each token of a response begins in its text, in characters, however the tokens come: one that lies within a
-    character begins where that does.
+    """Offsets of a response's tokens in its text, in characters, independent of how events group the tokens.
+
+    A token that lies within a character begins where that character begins.
     """
 
     def __init__(self) -> None:
         self._end = 0  # characters of all tokens but the open ones
-        self._open: list[int] = []  # since the last whole character
+        self._open: list[int] = []  # tokens since the last whole character
 
     def next(self, token: int, decode: Callable[[Sequence[int]], str]) -> int:
-        """Where the next token begins. decode: gives the text of ids."""
+        """The offset of the next token. decode: gives the text of ids."""
         text = decode(self._open)
         begin = self._end + len(text.rstrip(BROKEN))
         if not text.endswith(BROKEN):
@@ -45,11 +46,11 @@ class Choice:
     """One response so far.
 
     Attributes:
-        index: among the choices of its request.
-        usage: as its last event said; None before the first.
+        index: its place among the choices of its request.
+        usage: the usage of its last event; None before the first.
         finish: why it ended; None while it goes on.
-        offsets: where its tokens begin in its text.
-        text, ids, steps, confidence: all of it, kept where the answer comes in one piece.
+        offsets: offsets of its tokens in its text.
+        text, ids, steps, confidence: its events' contents in order; kept only for an answer in one piece.
     """
 
     index: int
@@ -66,8 +67,8 @@ class Answer:
     """The answer to one request, as a whole or chunk by chunk.
 
     Args:
-        model: who answers.
-        order: what was asked.
+        model: the model that answers.
+        order: the request, translated.
     """
 
     kind = ""
@@ -80,10 +81,10 @@ class Answer:
         self.choices = [Choice(index) for index in range(len(order.prompts) * order.choices)]
         self._head = self._envelope(self.chunk_kind)
 
-    # -- what differs between the endpoints ----------------------------------------------------------------------------
+    # -- overridden by each endpoint -----------------------------------------------------------------------------------
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        """The choice of the chunk before the first one with text; None for no such chunk."""
+        """The choice of the chunk before the first one with text; None if there is no such chunk."""
         raise NotImplementedError
 
     def part(self, choice: Choice, text: str) -> dict[str, Any]:
@@ -95,17 +96,17 @@ class Answer:
         raise NotImplementedError
 
     def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
-        """The logarithms of new tokens."""
+        """The `logprobs` field for new tokens."""
         raise NotImplementedError
 
-    # -- what does not -------------------------------------------------------------------------------------------------
+    # -- common to all endpoints ---------------------------------------------------------------------------------------
 
     def echoed(self, choice: Choice) -> str:
-        """The text before a choice's own."""
+        """The prompt's text that is echoed before a choice's own text."""
         return self.order.texts[choice.index // self.order.choices]
 
     def chunks(self, choice: Choice, event: Event) -> list[str]:
-        """What an event tells, as chunks in JSON; none for one that tells nothing which was asked for."""
+        """An event as chunks in JSON; an empty list if the event has nothing that the request asked for."""
         text, found = event.text, []
         if choice.usage is None:
             text = self.echoed(choice) + text
@@ -124,11 +125,11 @@ class Answer:
         return found
 
     def usage_chunk(self) -> str:
-        """The chunk at the end of a stream that has the usage and no choice."""
+        """The last chunk of a stream: the usage, without choices."""
         return f'{self._head}[],"usage":{to_json(self.usage())}}}'
 
     def keep(self, choice: Choice, event: Event) -> None:
-        """Keep what an event tells for `whole`."""
+        """Keep an event's contents for `whole`."""
         choice.usage, choice.finish = event.usage, event.finish_reason
         choice.text.append(event.text)
         choice.ids += event.token_ids
@@ -146,7 +147,7 @@ class Answer:
         return f'{self._envelope(self.kind)}{to_json(choices)},"usage":{to_json(self.usage())}}}'
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of all choices; those of a prompt count once, whatever its number of choices."""
+        """The tokens of all choices; a prompt's tokens count once, whatever its number of choices."""
         known = [choice.usage for choice in self.choices if choice.usage is not None]
         prompts = sum(map(len, self.order.prompts))
         made = sum(usage.completion_tokens for usage in known)
@@ -161,7 +162,7 @@ class Answer:
         }
 
     def _envelope(self, kind: str) -> str:
-        """An object up to its choices."""
+        """The JSON of an object up to its choices."""
         said = {"id": self.id, "object": kind, "created": self.created, "model": self.model.id}
         return to_json(said)[:-1] + ',"choices":'
 
@@ -172,7 +173,7 @@ class Answer:
     def _marks(
         self, choice: Choice, ids: Sequence[int], steps: Sequence[int], confidence: Sequence[float]
     ) -> dict[str, Any]:
-        """Fields beside the text of a choice."""
+        """The fields of a choice beside its text."""
         said: dict[str, Any] = {"logprobs": None, "finish_reason": choice.finish}
         if self.order.logprobs is not None:
             said["logprobs"] = self.logprobs(choice, ids, confidence)
@@ -243,5 +244,5 @@ class Chat(Answer):
 
 
 def logarithm(confidence: float) -> float:
-    """The logarithm of a confidence, as a number that JSON has."""
+    """log(confidence), or `LEAST` for a confidence of 0, as JSON has no infinity."""
     return math.log(confidence) if confidence > 0 else LEAST

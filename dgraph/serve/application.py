@@ -1,4 +1,4 @@
-"""The ASGI application: routes, and what becomes of errors."""
+"""The ASGI application: routes and error handlers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dgraph.viewer import FILES
 
 NO_JSON = Refusal(400, "the body is not JSON.", code="json_invalid")
 TOLD = (OWN, "missing", "too_short", "too_long")
-"""Types of errors that say themselves what there is."""
+"""Types of validation errors whose own message says what was sent."""
 SECURE = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     "X-Content-Type-Options": "nosniff",
@@ -41,7 +41,7 @@ SECURE = {
 
 
 def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
-    """The application over what a lifetime serves, now and later. Its `state` has `lifetime`."""
+    """Build the application over the models of a lifetime, now and later. Its `state` has `lifetime`."""
     version = importlib.metadata.version("dgraph")
     app = Documented(settings, title="dgraph", version=version, docs_url=None, redoc_url=None)
     app.state.lifetime = lifetime
@@ -152,14 +152,14 @@ def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, me
 
 
 def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:
-    """Add to a line of the log what a request asks for."""
+    """Add a request's model, stream flag, prompt tokens and, if set, prompts to its line of the log."""
     record.facts |= {"model": model.id, "stream": order.stream, "prompt_tokens": sum(map(len, order.prompts))}
     if settings.log_prompts:
         record.facts["prompts"] = [model.decode(ids) for ids in order.prompts]
 
 
 def _note_end(record: Record, answer: Answer, pace: Pace) -> None:
-    """Add to a line of the log what came of a request."""
+    """Add a request's times, completion tokens and finish reasons to its line of the log."""
     times = {"queue_seconds": pace.queued, "first_seconds": pace.first}
     record.facts |= {name: round(took, 6) for name, took in times.items() if took is not None}
     record.facts["completion_tokens"] = sum(c.usage.completion_tokens for c in answer.choices if c.usage is not None)
@@ -180,19 +180,19 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if error.status_code == 400:  # what is too deep or too large for a reader of JSON
+        if error.status_code == 400:  # nested too deeply, or too large, for a reader of JSON
             return RefusalResponse(NO_JSON)
         found = Refusal(error.status_code, str(error.detail), code={404: "not_found"}.get(error.status_code))
         return RefusalResponse(found, error.headers)
 
 
 def _described(errors: Sequence[Any]) -> Refusal:
-    """The first thing that is wrong with a request, without what was sent."""
+    """A refusal for the first error of a request; it never repeats the value that was sent."""
     first = errors[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return NO_JSON
-    if (field := first.get("ctx", {}).get("field")) is not None:  # an undeclared one, which its own words begin with
+    if (field := first.get("ctx", {}).get("field")) is not None:  # an undeclared field, with which its message begins
         path = ".".join([*where, first["msg"]])
         return Refusal(400, f"{path}.", param=(*where, field)[0])
     if first["type"] == "string_unicode":  # in the name of a field
@@ -201,7 +201,7 @@ def _described(errors: Sequence[Any]) -> Refusal:
     if not where:
         return Refusal(400, "the body must be a JSON object, sent as application/json.", code="json_invalid")
     said, value = first["msg"], first["input"]
-    if first["type"] == "union_tag_invalid":  # whose own words have what was sent
+    if first["type"] == "union_tag_invalid":  # its own message repeats what was sent
         said, value = f"type: expected one of {first['ctx']['expected_tags']}", value["type"]
     got = "" if first["type"] in TOLD else f", got {kind_of(value)}"
     return Refusal(400, f"{'.'.join(where)}: {said}{got}.", param=where[0])

@@ -23,19 +23,19 @@ if sys.platform != "win32":
     import resource
 
 SPARE = 16
-"""Connections beyond the most that are told so; others are closed."""
+"""Connections beyond the limit that are answered with a refusal; others are closed."""
 RESERVE = 64
-"""Files that are left to the rest of the process."""
+"""File descriptors that are left to the rest of the process."""
 PIPELINED = 64
 """Requests that may wait on a connection for the answer to another, at most."""
 LINGER = 5.0
-"""Seconds in which what a refused client still sends is read and dropped: else its answer would be lost to a reset."""
+"""Seconds in which a refused client's remaining bytes are read and dropped: else a reset would lose its answer."""
 DESCRIPTORS = "/proc/self/fd"
-"""Lists the open files of a process, where the system has it."""
+"""Folder that lists the open files of a process, on systems that have it."""
 
 
 def raise_file_limit() -> None:
-    """Let the process have as many open files as it may: each connection is one."""
+    """Raise the soft limit of open files to the hard one: each connection is a file."""
     if sys.platform == "win32":
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -44,7 +44,7 @@ def raise_file_limit() -> None:
 
 
 def room_for(most: int) -> int:
-    """Connections that there may be with the files that the process may still open: `most` at most."""
+    """The number of connections that the remaining file descriptors allow: `most` at most, and at least 1."""
     if sys.platform == "win32":
         return most
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -55,28 +55,28 @@ def room_for(most: int) -> int:
 
 
 class Crowd:
-    """All connections of a server. For the thread of its event loop.
+    """All connections of a server. Used only in the thread of its event loop.
 
-    If there are too many, the one that has waited longest for its client gives way: for a head, for a body, or for the
-    client to read. If none waits, the new one is told that there is no room.
+    If there are too many, the one that has waited longest for its client is closed. A connection waits for a head, for
+    a body, or for the client to read. If none waits, the new one is told that there is no room.
 
     Args:
-        settings: how long a server waits, and for how much.
-        lifetime: counts what is refused.
+        settings: time limits and size limits.
+        lifetime: counts refused requests and dropped connections.
         most: connections that there may be.
     """
 
     def __init__(self, settings: ServeSettings, lifetime: Lifetime, most: int):
         self.settings, self.lifetime, self._most = settings, lifetime, most
         self._open: set[Connection] = set()
-        self._waiting: dict[Connection, None] = {}  # in the order in which they began to
+        self._waiting: dict[Connection, None] = {}  # in the order in which they began to wait
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """Makes a connection as uvicorn asks for it."""
+        """Factory of connections, as uvicorn expects it."""
         return cast(type[asyncio.Protocol], partial(Connection, self))
 
     def enter(self, one: Connection) -> None:
-        """A connection was made."""
+        """Add a new connection, and make room for it."""
         self._open.add(one)
         if not self.full:
             return
@@ -90,28 +90,28 @@ class Crowd:
 
     @property
     def full(self) -> bool:
-        """True while there are more than there may be."""
+        """True while there are more connections than there may be."""
         return len(self._open) > self._most
 
     def waits(self, one: Connection) -> None:
-        """A connection waits for its client, from now on."""
+        """Note that a connection waits for its client from now on."""
         self._waiting.pop(one, None)
         self._waiting[one] = None
 
     def works(self, one: Connection) -> None:
-        """A connection waits for its client no longer."""
+        """Note that a connection no longer waits for its client."""
         self._waiting.pop(one, None)
 
     def leave(self, one: Connection) -> None:
-        """A connection is over."""
+        """Remove a connection that is over."""
         self._open.discard(one)
         self.works(one)
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with a bound on what a client may send beside bodies, and a time for everything that is waited for.
+    """uvicorn's connection, with a bound on bytes outside bodies and a time limit on every wait.
 
-    It keeps the time until the head of a request has come, and after the answer; the guard keeps that of a body.
+    It limits the time until the head of a request has come, and after the answer; the guard limits that of a body.
     """
 
     def __init__(self, crowd: Crowd, **given: Any):
@@ -123,9 +123,9 @@ class Connection(HttpToolsProtocol):
         self._fault: Refusal | None = None
         self._in_head = self._in_body = self._refused = False
         self._head = 0  # bytes of the request's line and headers, and of trailers
-        self._unread = 0  # bytes since there was something of a body, or a head was whole
+        self._unread = 0  # bytes since the last part of a body, or the end of the last head
 
-    # -- what comes ----------------------------------------------------------------------------------------------------
+    # -- input ---------------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
@@ -134,14 +134,14 @@ class Connection(HttpToolsProtocol):
         self._wait(self._settings.header_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end."""
+        """Stop the timers and leave the crowd."""
         super().connection_lost(exc)
         self._stop_timer()
         self._flows()
         self._crowd.leave(self)
 
     def data_received(self, data: bytes) -> None:
-        """Read on, unless the client was refused."""
+        """Parse the next bytes; after a refusal, drop them."""
         if self._refused:
             return
         self._unset_keepalive_if_required()
@@ -156,26 +156,26 @@ class Connection(HttpToolsProtocol):
             self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Begin the head of a request, at its first byte."""
         super().on_message_begin()
         self._in_head, self._head = True, 0
         if not self._answering:
             self._wait(self._settings.header_timeout)
 
     def on_url(self, url: bytes) -> None:
-        """A part of a request's line."""
+        """Count a part of a request's line."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or one that comes after a body."""
+        """Count a header or a trailer."""
         self._count(len(name) + len(value))
         if len(self.headers) >= self._settings.max_headers:
             self._fail(self._too_large())
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The request is answered from now on."""
+        """Stop the timer and begin the answer: the head is whole."""
         self._in_head, self._in_body, self._unread = False, True, 0
         if len(self.pipeline) >= PIPELINED:
             self._fail(Refusal(400, f"at most {PIPELINED} requests wait on a connection.", code="http_invalid"))
@@ -185,25 +185,25 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body."""
+        """Pass on a part of a body."""
         self._unread = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The last byte of a request."""
+        """End the body, at the last byte of a request."""
         self._in_body = False
         if self._answering:
             self._crowd.works(self)
         super().on_message_complete()
 
-    # -- what is waited for --------------------------------------------------------------------------------------------
+    # -- waits ---------------------------------------------------------------------------------------------------------
 
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait(self, seconds: float) -> None:
-        """Give the client some seconds."""
+        """Give the client some seconds, then `_late` refuses or drops it."""
         self._stop_timer()
         self._crowd.waits(self)
         self._timer = self.loop.call_later(seconds, self._late)
@@ -220,7 +220,7 @@ class Connection(HttpToolsProtocol):
             self.drop("not_read" if self.transport.get_write_buffer_size() else "idle")
 
     def on_response_complete(self) -> None:
-        """Wait for what comes after an answer: the rest of the body, another request, or the client's reading."""
+        """Wait for the next event after an answer: the rest of the body, another request, or the client's reading."""
         super().on_response_complete()
         if self._answering:  # the next of several requests that came together
             return
@@ -233,13 +233,13 @@ class Connection(HttpToolsProtocol):
             self._wait(settings.body_timeout if self._in_body else settings.idle_timeout)
 
     def pause_writing(self) -> None:
-        """More waits to be sent than a client reads."""
+        """Watch a client that reads slower than the server writes."""
         super().pause_writing()
         self._crowd.waits(self)
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """The client has read."""
+        """Stop watching: the client has read."""
         super().resume_writing()
         self._flows()
         if self._answering:
@@ -261,13 +261,13 @@ class Connection(HttpToolsProtocol):
             self._stall = None
 
     def drop(self, reason: str) -> None:
-        """Close it now, whatever is unsent."""
+        """Close the connection now, whatever is unsent, and count the reason."""
         self._crowd.lifetime.dropped[reason] += 1
         self._crowd.leave(self)
         self._stop_timer()
         self.transport.abort()
 
-    # -- what is refused -----------------------------------------------------------------------------------------------
+    # -- refusals ------------------------------------------------------------------------------------------------------
 
     def _count(self, size: int) -> None:
         self._head += size
@@ -280,12 +280,12 @@ class Connection(HttpToolsProtocol):
         return Refusal(431, f"{said}; send fewer.", code="headers_too_large")
 
     def _fail(self, refusal: Refusal) -> None:
-        """End the parser, with that for an answer."""
+        """Raise `ValueError` to stop the parser; `data_received` then answers with this refusal."""
         self._fault = refusal
         raise ValueError(refusal.message)
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer, and close when that was read; what still comes is dropped. In the middle of another answer: close."""
+        """Answer, drop further input, and close when the answer was read. In the middle of another answer, close."""
         self._refused = True
         if self._answering:
             self.drop("invalid")

@@ -1,7 +1,7 @@
-"""Decisions: how probable given answers are, read in one forward and without generating text (OpenAI's Decisions API).
+"""Decisions: probabilities of given answers, read in one forward without generating text (OpenAI's Decisions API).
 
-A mask model decides what stands in a slot. So a question is a conversation whose next turn is a slot, and its answers
-are the labels that may stand there (`Engine.decide`).
+A mask model predicts masked positions. So a question is a conversation whose next turn is masked, and its answers are
+the labels that may fill it (`Engine.decide`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dgraph.serve.translate import check_prompt, text_of
 TEXTS = ("input_text", "output_text", "text")
 """Parts of a message that can be read."""
 GONE = Refusal(499, "the client has left.")
-"""The status in the log; the client does not read it."""
+"""Refusal whose status goes to the log; the client does not read it."""
 
 
 Content = Annotated[Text | Listed[Part], one_of(CONTENT)]
@@ -51,7 +51,7 @@ class Predicate(Fields):
 
 
 class Option(Fields):
-    """One of the answers of a choice; true is another one than "true"."""
+    """One of the answers of a choice; the boolean true and the text "true" are different answers."""
 
     value: Annotated[Annotated[Text, Field(min_length=1)] | bool, one_of("a text that is not empty, true or false")]
     description: Text | None = None
@@ -100,7 +100,7 @@ class DecisionRequest(Fields):
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as an engine takes it: ids of its conversation, and of the labels of its answers."""
+    """A question as an engine takes it: the ids of its conversation, and the ids of each answer's label."""
 
     question: Predicate | Choice | Score
     prompt: list[int]
@@ -112,8 +112,8 @@ class Deciding:
 
     Args:
         body: the request.
-        model: who answers.
-        settings: how long a prompt may be.
+        model: the model that answers.
+        settings: limits of a prompt's length and of a body's bytes.
     """
 
     def __init__(self, body: DecisionRequest, model: ServedModel, settings: ServeSettings):
@@ -126,7 +126,7 @@ class Deciding:
         """Read the questions, and give all of them to the engine, or none.
 
         Raises:
-            Refusal: one that cannot be asked, or not now.
+            Refusal: a question cannot be asked, or the engine is busy or closed.
         """
         try:
             await asyncio.to_thread(self._ask)
@@ -134,7 +134,7 @@ class Deciding:
             raise not_now(error) from None
         except InputError as error:
             raise bad_field("questions", str(error)) from None
-        if self._cancelled:  # meanwhile
+        if self._cancelled:  # while the questions were read
             self.cancel()
 
     def _ask(self) -> None:
@@ -151,10 +151,10 @@ class Deciding:
         self._answers = model.engine.decide_all(labelled, after=after)
 
     async def answer(self, receive: Receive) -> dict[str, Any]:
-        """The answers to all questions. receive: of the connection, whose end cancels what has not been answered.
+        """The answers to all questions. receive: the connection's; its end cancels the unanswered questions.
 
         Raises:
-            Refusal: they will not be answered.
+            Refusal: the engine has closed, the client has left, or the server shuts down.
         """
         watch = asyncio.create_task(self._watch(receive))
         try:
@@ -191,7 +191,7 @@ class Deciding:
         self.cancel()
 
     def cancel(self) -> None:
-        """End what has not been answered."""
+        """Cancel the unanswered questions."""
         self._cancelled = True
         for answer in self._answers:
             answer.cancel()
@@ -219,7 +219,7 @@ def _turns(given: Sequence[Turn]) -> list[dict[str, str]]:
 
 
 def _form(question: Predicate | Choice | Score) -> str:
-    """The words after the instructions."""
+    """The text after the instructions, which asks for one of the labels."""
     if isinstance(question, Predicate):
         return "Is this true? Answer yes or no."
     described: Sequence[Option | Level] = question.choices if isinstance(question, Choice) else question.levels
@@ -240,7 +240,7 @@ def _labels(question: Predicate | Choice | Score) -> list[str]:
 
 
 def _told(question: Predicate | Choice | Score, probabilities: Sequence[float]) -> dict[str, Any]:
-    """An answer as clients read it."""
+    """An answer in the form of the API."""
     said: dict[str, Any] = {"type": question.type, "name": question.name}
     if isinstance(question, Predicate):
         return {**said, "probability": probabilities[0]}

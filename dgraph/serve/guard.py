@@ -1,4 +1,4 @@
-"""The checks that every request passes: its id, host, key and body; and its line in the log."""
+"""The checks that every request passes: id, host, key and body; and its line in the log."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dgraph.serve.streams import RefusalResponse
 
 LOGGER = logging.getLogger("dgraph.serve")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-"""An id that a client gives with a request."""
+"""Form of an id that a client may give with a request."""
 DROPPED = 64 << 20
-"""Bytes of a refused body that are read all the same, at most."""
+"""Most bytes of a refused body that are read and dropped."""
 SIGNS = {",": 1 << 18, "[": 1 << 15, "{": 1 << 15}
-"""Most of these in a body, in texts or not. A million of the values that they begin take a second to read, and every
-stream waits meanwhile.
+"""Most of these characters in a body, in texts or not. A million of the values that they begin take a second to read,
+and every stream waits meanwhile.
 """
 RETRY = 1.0
-"""Seconds after which a client asks again where there was no room."""
+"""Seconds after which a client asks again, if there was no room."""
 CLOSE = {"Connection": "close"}
-"""Headers of an answer to a request whose rest is not waited for."""
+"""Headers of an answer after which the rest of the request is not awaited."""
 CROWDED = "crowded"
-"""The entry of a scope that says whether its connection is one more than a server has room for."""
+"""Entry of a scope: True if its connection is beyond those that a server has room for."""
 
 
 class ClientLeft(Exception):
@@ -44,14 +44,14 @@ class ClientLeft(Exception):
 class Guard:
     """An ASGI application around another.
 
-    Every request has a `Record` in its scope, under "record", that whoever answers adds to.
+    Every request has a `Record` in its scope, under "record", to which the handler adds facts.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, lifetime: Lifetime):
         self._app, self._settings, self._lifetime = app, settings, lifetime
         self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
         self._hosts = frozenset(map(_name, settings.allowed_hosts))
-        self._held, self._most_held = 0, max(settings.max_held_bytes, settings.max_body_bytes)  # bytes of bodies
+        self._held, self._most_held = 0, max(settings.max_held_bytes, settings.max_body_bytes)  # bytes of all bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -113,7 +113,7 @@ class Guard:
             raise Refusal(401, "this server asks for a key: send Authorization: Bearer KEY.", code="invalid_api_key")
 
     async def _with_body(self, scope: Scope, receive: Receive) -> Receive:
-        """The same messages, with the body in one of them."""
+        """Read the whole body; the result gives the same messages with the body in one of them."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return receive
         record, most, body = scope["record"], self._settings.max_body_bytes, bytearray()
@@ -151,8 +151,9 @@ class Guard:
         return replay
 
     async def _drop_body(self, receive: Receive) -> None:
-        """Read what still comes of a body, but not for ever: a connection that is closed with something unread on it is
-        reset, and the client never sees the answer.
+        """Read the rest of a body, within `DROPPED` bytes and `body_timeout` seconds.
+
+        A connection that is closed with unread bytes is reset, and the client never sees the answer.
         """
         left = DROPPED
         with suppress(TimeoutError):
@@ -165,7 +166,7 @@ class Guard:
 
 
 class _Answering:
-    """Sends with the request's id, and notes the status; `begun`: whether there was one."""
+    """ASGI `send` that adds the request's id and notes the status; `begun`: True once a status was sent."""
 
     def __init__(self, send: Send, record: Record):
         self._send, self._record, self.begun = send, record, False
@@ -184,12 +185,12 @@ def _too_large(most: int, size: int) -> Refusal:
 
 
 def _name(host: str) -> str:
-    """A host as names are compared."""
+    """A host name in the form in which names are compared."""
     return host.strip().lower().removesuffix(".")
 
 
 def any_equal(digest: bytes, known: Sequence[bytes]) -> bool:
-    """Whether a digest is one of several; takes as long whichever it is."""
+    """True if a digest is one of `known`; takes the same time whichever it equals."""
     found = False
     for one in known:
         found |= hmac.compare_digest(digest, one)
@@ -197,8 +198,9 @@ def any_equal(digest: bytes, known: Sequence[bytes]) -> bool:
 
 
 def _closes(scope: Scope) -> bool:
-    """Whether the connection is closed after the answer, and the client sends its body without waiting for a word. On
-    one that stays, whoever serves the application reads on.
+    """True if the connection closes after the answer and the client sends its body without `Expect`.
+
+    On a connection that stays open, the HTTP server reads the rest itself.
     """
     headers = scope["headers"]
     last = scope["http_version"] == "1.0" or b"close" in _header(headers, b"connection").lower()

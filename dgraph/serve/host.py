@@ -1,4 +1,4 @@
-"""A process that serves: its port from the first moment, its signals, its end."""
+"""A process that serves: its port, bound before engines load, its signals and its end."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ BACKLOG = 2048
 GRACE = 3
 """Seconds for connections to close when nothing is left to say on them."""
 LOOK = 1.0
-"""Seconds between two looks at whether an engine has died."""
+"""Seconds between two checks for a dead engine."""
 WAKE = 10.0
-"""Seconds that a server goes on once one has, so that /health and /metrics tell of it, and clients ask elsewhere."""
+"""Seconds that a server goes on after an engine died: /health and /metrics tell of it, and clients ask elsewhere."""
 
 Loader = Callable[[Callable[[str], None]], Mapping[str, Engine]]
-"""Makes the engines; it is given a function that it tells what it does."""
+"""Makes the engines; its argument is a function that it calls with a text for each thing that it does."""
 
 
 class Stopped(Exception):
-    """A server that is to stop while it loads."""
+    """Raised in the loader when the server is to stop while it loads."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -46,7 +46,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise InputError(f"a port is a number from 0 to 65535, got {port}.")
     try:
         asked = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # With its protocol named: asyncio sends at once (TCP_NODELAY) on sockets alone that say they are TCP.
+        # The protocol is named because asyncio sets TCP_NODELAY only on sockets that say they are TCP.
         found = socket.socket(asked[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)
         try:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,26 +65,26 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _reason(error: OSError) -> str:
-    """As the system has it: sockets say the address once more."""
+    """The system's text for an error, as that of a socket repeats the address."""
     return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
 
 
 def address(listener: socket.socket) -> str:
-    """Of a listening socket, as a browser takes it."""
+    """The URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Host(uvicorn.Server):
-    """Serves on a socket while a thread loads the engines, and afterwards.
+    """Server on a socket, both while a thread loads the engines and afterwards.
 
-    The first SIGTERM or SIGINT drains: no more requests are taken, those that there are go on for a while, then they
-    are ended. The second ends them at once. A server whose engine has died ends, too, with that error: nothing but a
-    process that begins anew revives it.
+    The first SIGTERM or SIGINT drains: no more requests are taken, and running ones are ended after
+    `shutdown_timeout`. The second ends them at once. A server whose engine has died ends, too, with that error, as only
+    a new process revives it.
 
     Args:
         listener: see `bind`.
-        settings: of the application.
+        settings: settings of the application.
         shutdown_timeout: seconds that requests may take after the first signal.
     """
 
@@ -100,7 +100,7 @@ class Host(uvicorn.Server):
                 access_log=False,
                 log_config=None,
                 server_header=False,
-                timeout_keep_alive=math.ceil(settings.idle_timeout + GRACE),  # the connection itself is sooner
+                timeout_keep_alive=math.ceil(settings.idle_timeout + GRACE),  # `Connection` closes sooner
                 timeout_graceful_shutdown=GRACE,
             )
         )
@@ -115,10 +115,10 @@ class Host(uvicorn.Server):
 
         Args:
             load: see `Loader`.
-            tell: called with what is being done while it loads.
-            ready: called with the address, once, when requests are taken.
+            tell: called with a text for each thing that the loader does.
+            ready: called once with the address, when requests are taken.
 
-        Raises what `load` does, and `EngineClosed` where an engine has died.
+        Raises whatever `load` raises, and `EngineClosed` if an engine has died.
         """
 
         def loading() -> None:
@@ -159,7 +159,7 @@ class Host(uvicorn.Server):
         await super().startup(sockets)
 
     async def _watching(self) -> None:
-        """End some time after an engine has died."""
+        """Stop the server `WAKE` seconds after an engine has died."""
         while (dead := self.lifetime.dead) is None:
             await asyncio.sleep(LOOK)
         self._failure = dead
@@ -168,14 +168,14 @@ class Host(uvicorn.Server):
             self.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What a signal does."""
+        """Handle a signal: exit before the event loop runs, else call `stop` in its thread."""
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Drain, and then exit; at once where it is called a second time. In the thread of the event loop."""
+        """Drain, and then exit; at once if it is called a second time. Used only in the thread of the event loop."""
         if self._drain is None:
             self._drain = asyncio.ensure_future(self._end(self._shutdown_timeout))
         else:

@@ -1,4 +1,4 @@
-"""What waits to be sent for one HTTP request."""
+"""A queue of the items that wait to be sent for one HTTP request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """Items for one reader, which takes all that there are at a time. For the thread of one event loop."""
+    """Queue for one reader, which takes all items at a time. Used only in the thread of one event loop."""
 
     def __init__(self) -> None:
         self._items: list[T] = []

@@ -1,4 +1,4 @@
-"""A server from its loading to its end: what it serves, whether it takes requests, and how it stops."""
+"""A server from its loading to its end: the models it serves, its state, and its shutdown."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from dgraph.serve.refusal import Refusal, unavailable
 from dgraph.serve.served_model import ServedModel
 
 LOADING_RETRY = 5.0
-"""Seconds after which a client asks again of a server that loads."""
+"""Seconds after which a client asks a loading server again."""
 LAST_WORDS = 2.0
-"""Seconds for requests that were ended to say so to their clients."""
+"""Seconds for ended requests to say so to their clients."""
 
 
 class Answering(Protocol):
     """A request of any kind that is being answered."""
 
     def cancel(self) -> None:
-        """End it; it says so to its client, and leaves."""
+        """End the request; it says so to its client, and leaves."""
 
 
 class Lifetime:
-    """What a server serves now. For the thread of its event loop, except `begin`.
+    """State of a server and the models that it serves. Used only in the thread of its event loop, except `begin`.
 
     Attributes:
         models: by the names that clients call them; empty while the server loads.
-        started: seconds on the monotonic clock.
-        draining: whether it takes no more requests, and ends those that there are.
-        refused: requests that were answered with an error, by status; 499 where the client left before.
-        dropped: connections that the server closed, by why.
+        started: start of the server, in seconds on the monotonic clock.
+        draining: True if it takes no more requests, and ends the running ones.
+        refused: requests that were answered with an error, by status; 499 if the client left before.
+        dropped: connections that the server closed, by reason.
     """
 
     def __init__(self) -> None:
@@ -47,17 +47,17 @@ class Lifetime:
         self._idle = asyncio.Event()
 
     def begin(self, engines: Mapping[str, Engine]) -> None:
-        """Serve these from now on."""
+        """Serve these engines from now on."""
         self.models = {name: ServedModel(name, engine) for name, engine in engines.items()}
 
     @property
     def alive(self) -> bool:
-        """Whether no engine has died."""
+        """True as long as no engine has died."""
         return all(model.engine.alive for model in self.models.values())
 
     @property
     def dead(self) -> EngineClosed | None:
-        """Which engine has died, and of what; None as long as none has."""
+        """The error of the first dead engine, with its name and reason; None as long as all engines live."""
         for name, model in self.models.items():
             if model.engine.dead is not None:
                 return EngineClosed(f"the engine of {name!r} has stopped: {model.engine.dead}")
@@ -65,11 +65,11 @@ class Lifetime:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests."""
+        """True if the server takes requests: its models are loaded, it does not drain, and no engine has died."""
         return bool(self.models) and not self.draining and self.alive
 
     def model(self, name: str | None) -> ServedModel:
-        """Whom a request means; without a name the first.
+        """The model that a request names; the first if it names none.
 
         Raises:
             Refusal: the server does not take requests, or has no such model.
@@ -86,27 +86,27 @@ class Lifetime:
 
     @property
     def running(self) -> int:
-        """Requests that are being answered."""
+        """The number of requests that are being answered."""
         return len(self._running)
 
     def enter(self, running: Answering) -> None:
-        """A request begins."""
+        """Add a request that begins."""
         self._running.add(running)
 
     def leave(self, running: Answering) -> None:
-        """A request is over."""
+        """Remove a request that is over."""
         self._running.discard(running)
         if not self._running:
             self._idle.set()
 
     def ended(self, record: Record) -> None:
-        """A request of any kind has its answer: count it if that is an error, and write its line of the log."""
+        """Count an answered request of any kind if its answer is an error, and write its line of the log."""
         if record.status >= 400:
             self.refused[record.status] += 1
         write(record)
 
     async def drain(self, timeout: float) -> None:
-        """Take no more requests, and wait for those that there are; end them when so many seconds are over."""
+        """Take no more requests, and wait for the running ones; cancel them after `timeout` seconds."""
         self.draining = True
         if self._running and not await self._rest(timeout):
             for running in list(self._running):
@@ -114,7 +114,7 @@ class Lifetime:
             await self._rest(LAST_WORDS)
 
     async def _rest(self, timeout: float) -> bool:
-        """Wait until nothing runs; whether that came in time."""
+        """Wait until nothing runs; True if that came within `timeout` seconds."""
         self._idle.clear()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)

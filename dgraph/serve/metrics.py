@@ -1,7 +1,7 @@
-"""Numbers for Prometheus.
+"""Metrics for Prometheus.
 
-Every metric is named `dgraph:...`. Those that vLLM has too also go by its name, `vllm:...`, which is what routers and
-dashboards of other projects look for. Counts are read from the engine when somebody asks; what a request took is noted
+Every metric is named `dgraph:...`. A metric that vLLM has too also goes by its name, `vllm:...`, for which routers and
+dashboards of other projects look. Counts are read from the engine at each scrape. A request's durations are recorded
 when it ends, and the times between its pieces as they come.
 """
 
@@ -38,7 +38,7 @@ Read = Callable[[EngineStats], float]
 
 @dataclass(frozen=True)
 class Told:
-    """A number that an engine tells. alias: whether vLLM has one of that name."""
+    """Metric that is read from an engine's statistics. alias: True if vLLM has a metric of that name."""
 
     name: str
     help: str
@@ -77,12 +77,12 @@ KINDS = {
     "rows": ("Rows that were forwarded.", "stage", False),
     "padded_rows": ("The same with what pads them.", "stage", False),
 }
-"""Counters with a label of their own: what they are, the label, and whether vLLM has one of that name."""
+"""Counters with a label of their own, by name: help text, label, and True if vLLM has a metric of that name."""
 
 
 @dataclass
 class Histogram:
-    """Values counted by their size. bounds: ascending, the last is infinity's."""
+    """Values counted by size. bounds: upper bounds, ascending; one more count, above all of them, is infinity's."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(default_factory=list)
@@ -92,12 +92,12 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value, so many times."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds, and how many values are not above them."""
+        """Pairs of an upper bound and the number of values that are not above it."""
         found, below = [], 0
         for bound, count in zip((*map(float, self.bounds), float("inf")), self.counts, strict=True):
             below += count
@@ -126,29 +126,29 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...], bool]] = {
     "request_params_n": ("Choices that a request asks for.", FEW, True),
     "request_params_max_tokens": ("New tokens that a request asks for at most.", TOKENS, True),
 }
-"""Per name what it is, its bounds, and whether vLLM has one of that name."""
+"""Histograms by name: help text, upper bounds, and True if vLLM has a metric of that name."""
 
 
 class Meter:
-    """What is noted of one model's requests."""
+    """Measurements of one model's requests."""
 
     def __init__(self) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds, _) in HISTOGRAMS.items()}
         self.refused: dict[str, int] = {}
 
     def began(self, order: Order) -> None:
-        """A request that the engine took."""
+        """Record the parameters of a request that the engine took."""
         self.histograms["request_params_n"].add(order.choices)
         for decoding in order.decodings:
             self.histograms["request_params_max_tokens"].add(decoding.max_new_tokens)
 
     def follow(self, choices: int, began: float) -> Pace:
-        """Watch the pieces of a request that came at a moment of the monotonic clock."""
+        """Watch the pieces of a request. began: its arrival, in seconds on the monotonic clock."""
         return Pace(self.histograms, choices, began)
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """Note a request that is not taken, since the server cannot now."""
+        """Count a request that is refused with 503, by the refusal's code."""
         try:
             yield
         except Refusal as refusal:
@@ -162,8 +162,8 @@ class Pace:
     """The times between the pieces of one request's choices.
 
     Attributes:
-        first: seconds from its arrival to its first tokens; queued: to the slot of its last choice that ended. None
-            for what has not come.
+        first: seconds from its arrival to its first tokens; None before them.
+        queued: seconds from arrival to a slot, of the choice that ended last; None before one has ended.
     """
 
     def __init__(self, histograms: dict[str, Histogram], choices: int, began: float):
@@ -208,7 +208,7 @@ class Pace:
 
 
 class Metrics(Collector):
-    """All of a server's models, what it refused, and its process."""
+    """Metrics of a server: all of its models, its refusals, and its process."""
 
     media_type = CONTENT_TYPE_LATEST
 
@@ -220,19 +220,19 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def of(self, name: str) -> Meter:
-        """What is noted of one model's requests."""
+        """The meter of one model's requests; made at the first call."""
         return self._meters.setdefault(name, Meter())
 
     def text(self) -> bytes:
-        """For Prometheus."""
+        """All metrics, as Prometheus reads them."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
-        """Nothing ahead: names depend on nothing that could clash."""
+        """An empty list: no other collector is in the registry whose names could clash with these."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric."""
+        """Yield every metric."""
         models = list(self._lifetime.models.values())
         labels = [(model.id, str(place)) for place, model in enumerate(models)]
         stats = [model.stats for model in models]
@@ -263,7 +263,7 @@ class Metrics(Collector):
         yield from self._turned_away()
 
     def _turned_away(self) -> Iterator[Metric]:
-        """Counts that no model has a part in."""
+        """Yield the counts that belong to the server and not to a model."""
         lifetime = self._lifetime
         refused = CounterMetricFamily("dgraph:refusals", "Requests answered with an error.", labels=["status"])
         for status, count in sorted(lifetime.refused.items()):
@@ -286,5 +286,5 @@ class Metrics(Collector):
 
 
 def prefixes(alias: bool) -> tuple[str, ...]:
-    """What a metric's name begins with, here and where vLLM has it too."""
+    """Prefixes of a metric's name: "dgraph:", and "vllm:" for a metric that vLLM has too."""
     return ("dgraph:", "vllm:") if alias else ("dgraph:",)

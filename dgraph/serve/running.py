@@ -18,20 +18,21 @@ from dgraph.serve.translate import Order, refused
 LOGGER = logging.getLogger("dgraph.serve")
 
 Arrival = tuple[int, Event] | None
-"""The event of a choice, by its index; or None: look around."""
+"""The event of a choice, with its index; or None, which only wakes the reader."""
 BEHIND = 1024
-"""Events that may wait for a client to read, beside what the connection holds; one that is further behind has left."""
+"""Events that may wait for a client to read, beside those in the connection; a client further behind counts as gone."""
 
 
 class Running:
     """The choices of a request in its engine.
 
     Attributes:
-        model: whose engine; order: what it is asked for, known when the request has begun.
-        inbox: their events as they come; None in between where there is another reason to look.
+        model: the model whose engine works on them.
+        order: the request, translated; set by `begin`.
+        inbox: their events as they come; None in between to wake the reader for another reason.
         names: their ids in the engine.
         left: choices that have not ended.
-        gone: whether the client has left.
+        gone: True if the client has left.
     """
 
     order: Order
@@ -47,10 +48,10 @@ class Running:
     async def begin(self, translate: Callable[[ServedModel], Order]) -> None:
         """Read a request, and give all of its choices to the engine, or none.
 
-        It is read in a thread, where the engine checks it, too: a long text takes its time.
+        It is read and checked in a thread, as a long text takes its time.
 
         Raises:
-            Refusal: it cannot be served, or not now.
+            Refusal: it cannot be served, or the engine is busy or closed.
         """
         mailbox = self.model.engine.mailbox()
 
@@ -65,7 +66,7 @@ class Running:
             raise not_now(error) from None
         except (InputError, UnknownName) as error:
             raise refused(error, self.order.where, next(iter(self.order.decodings), None)) from None
-        if self._cancelled:  # meanwhile
+        if self._cancelled:  # while the request was read
             self.cancel()
 
     def _submissions(self, mailbox: Mailbox) -> list[Submission]:
@@ -93,20 +94,20 @@ class Running:
         return put
 
     def leave(self) -> None:
-        """The client is gone."""
+        """Note that the client is gone, cancel its choices and wake the reader."""
         self.gone = True
         self.cancel()
         self.inbox.put(None)
 
     def cancel(self) -> None:
-        """End what has not ended, before the engine's next step."""
+        """End all choices that have not ended, before the engine's next step."""
         self._cancelled = True
         for name in self.names:
             self.model.engine.cancel(name)
 
 
 def failed(event: Event) -> Refusal | None:
-    """What a client is told of a choice that ended as none should; None for one that is well."""
+    """The refusal for a choice that was cancelled or has failed; None for any other event."""
     if event.finish_reason == "cancelled":
         return shut_down()
     if event.finish_reason != "error":

@@ -14,15 +14,16 @@ from dgraph.errors import InputError
 from dgraph.serve.refusal import bad_field
 
 TOKEN_BYTES = 256
-"""Bytes of text that a token is taken to stand for, at most, by a tokenizer that does not know."""
+"""Most bytes of text that a token stands for, if the tokenizer does not give its own number."""
 
 
 class ServedModel:
-    """What a server knows of an engine.
+    """An engine, its name, and its tokenizer's functions for requests.
 
     Attributes:
         id: its name for clients.
-        engine: it; created: seconds since 1970 when it was there.
+        engine: the engine.
+        created: when this object was made, in seconds since 1970.
     """
 
     def __init__(self, id: str, engine: Engine):
@@ -34,22 +35,23 @@ class ServedModel:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine has done for clients, and how it stands: without what it did before, as its warm-up."""
+        """Statistics of the engine since it began to serve; work before that, such as its warm-up, is left out."""
         return self.engine.stats.since(self._began)
 
     @property
     def has_text(self) -> bool:
-        """Whether it reads and writes texts."""
+        """True if it has a tokenizer, and so reads and writes texts."""
         return self.engine.tokenizer is not None
 
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:
-        """Ids of a text without a frame.
+        """Ids of a text without a chat template.
 
         Args:
-            field: of the request, for the refusal.
+            text: the text.
+            field: the request's field that has it, which a refusal names.
 
         Raises:
-            InputError: there is no tokenizer.
+            InputError: there is no tokenizer that reads texts.
             Refusal: the text is longer than there can be room for; found without encoding it.
         """
         read = self._reader("encode_text")
@@ -57,7 +59,7 @@ class ServedModel:
         return list(read(text))
 
     def encode_part(self, text: str, field: str) -> list[int]:
-        """Ids of a text that other ids come before; see `encode_text`."""
+        """Ids of a text that follows other ids; see `encode_text`."""
         read = self._reader("encode_part" if hasattr(self.engine.tokenizer, "encode_part") else "encode_text")
         self.check_fits(text, field)
         return list(read(text))
@@ -65,16 +67,16 @@ class ServedModel:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], field: str = "messages", /, **options: Any
     ) -> list[int]:
-        """Ids of a conversation; see `encode_text`. `InputError` also where its template has no form for it.
+        """Ids of a conversation; see `encode_text`. Also raises `InputError` if the chat template rejects it.
 
-        options: as `dgraph.models.tokenizer.FileTokenizer.encode_chat` has them.
+        options: those of `dgraph.models.tokenizer.FileTokenizer.encode_chat`.
         """
         read = self._reader("encode_chat")
         self.check_fits(messages, field)
         return list(read(messages, **options))
 
     def reads_in_chats(self, option: str) -> bool:
-        """True for an option of `encode_chat` that this model's tokenizer and its chat template read."""
+        """True if this model's tokenizer and its chat template read an option of `encode_chat`."""
         parameters = inspect.signature(self._reader("encode_chat")).parameters
         if option not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return False
@@ -82,8 +84,10 @@ class ServedModel:
         return option == "continue_final_message" or variables is None or option in variables
 
     def check_fits(self, given: object, field: str) -> None:
-        """Raises `Refusal` for texts, in lists and objects as JSON has them, that cannot fit: too many bytes for the
-        positions that the model has room for, however they are encoded, or more messages than these.
+        """Raise `Refusal` for texts, in lists and objects of JSON, that cannot fit.
+
+        They cannot fit with more bytes than the model's positions can hold in any encoding, or with more entries than
+        positions.
         """
         room = self.engine.max_tokens
         longest = getattr(self.engine.tokenizer, "longest_token_bytes", None) or TOKEN_BYTES
@@ -106,15 +110,16 @@ class ServedModel:
         return "" if self.engine.tokenizer is None else self.engine.tokenizer.decode(ids)
 
     def piece(self, token: int) -> str:
-        """Text of one id by itself: with replacement characters where it is a part of one."""
+        """Text of one id by itself; it has replacement characters if the id is a part of a character."""
         found = self._pieces.get(token)
         if found is None:
             found = self._pieces[token] = self.decode([token])
         return found
 
     def bytes_of(self, token: int) -> bytes | None:
-        """What one id is of a text in UTF-8; None for a part of a character where the tokenizer has no `bytes_of`, or
-        does not know.
+        """UTF-8 bytes of one id.
+
+        None for a part of a character, if the tokenizer has no `bytes_of` or that gives None.
         """
         piece, found = self.piece(token), getattr(self.engine.tokenizer, "bytes_of", None)
         if BROKEN not in piece:
@@ -127,7 +132,7 @@ class ServedModel:
         return [self.piece(token) for token in tokens]
 
     def describe(self) -> dict[str, Any]:
-        """As GET /v1/models has it."""
+        """The model's entry in GET /v1/models."""
         engine = self.engine
         return {
             "id": self.id,
@@ -146,7 +151,7 @@ class ServedModel:
 
 
 def size_of(given: object) -> int:
-    """Bytes in UTF-8 of all texts of a value as JSON has it."""
+    """Bytes in UTF-8 of all texts of a JSON value."""
     if isinstance(given, str):
         return len(given.encode(errors="surrogatepass"))
     if isinstance(given, Mapping):

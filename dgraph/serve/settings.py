@@ -1,4 +1,4 @@
-"""What a server allows, as one value."""
+"""The settings of a server, as one value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTS = {
 SECONDS = ("keep_alive", "header_timeout", "body_timeout", "idle_timeout", "send_timeout")
 """Times, each a positive number of seconds."""
 HERE = ("localhost", "127.0.0.1", "[::1]")
-"""Names of the machine itself, as a Host header has them."""
+"""Names of the machine itself, as a Host header writes them."""
 EVERYWHERE = ("", "0.0.0.0", "::")
 """Addresses that listen on every interface."""
 HOST = re.compile(r"[^\s/:@\[\]]+|\[[^\s/\]]+\]")
@@ -35,32 +35,36 @@ HOST = re.compile(r"[^\s/:@\[\]]+|\[[^\s/\]]+\]")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Who may ask, for how much, and how long a server waits.
+    """Access, size limits, time limits and decoding defaults of a server.
 
     Attributes:
-        api_keys: of which clients send one as "Authorization: Bearer KEY" to everything under /v1; none: all may ask.
-        decoding: how responses are decoded as far as a request does not say; None for the defaults of `Decoding`. Its
-            length, stop texts, seed and samplers mean nothing here.
-        max_body_bytes: of a request; max_held_bytes: of all requests together that are being read or answered,
-            or one of the largest.
-        max_header_bytes: of a request's line and headers; max_headers: how many headers it has at most.
-        max_connections: at a time; fewer where the limit of open files asks for that.
-        max_prompt_tokens: of one prompt; None for what the engine has room for.
-        max_prompts: prompts of one request to /v1/completions.
-        max_n: choices of one prompt.
-        max_stops: texts in `stop`.
-        default_max_tokens: of a chat that does not say; None for all that there is room for (block-causal models), or
-            128 (the others, which forward the whole response in every step).
-        allowed_origins: of pages of other servers whose scripts may ask, as "https://example.org"; "*" for all.
+        api_keys: clients send one of them as "Authorization: Bearer KEY" to everything under /v1; without any, all
+            clients are answered.
+        decoding: defaults of responses' decoding, for fields that a request leaves out; None for those of `Decoding`.
+            Its length, stop texts, seed and samplers mean nothing here.
+        max_body_bytes: most bytes of a request's body.
+        max_held_bytes: most bytes of the bodies of all requests that are being read or answered; at least
+            `max_body_bytes`.
+        max_header_bytes: most bytes of a request's line and headers.
+        max_headers: most headers of a request.
+        max_connections: most connections at a time; fewer if the limit of open files asks for that.
+        max_prompt_tokens: most tokens of one prompt; None for the engine's room.
+        max_prompts: most prompts of one request to /v1/completions.
+        max_n: most choices of one prompt.
+        max_stops: most texts in `stop`.
+        default_max_tokens: most tokens of a chat that does not say. None for all that there is room for (block-causal
+            models), or 128 (the others, which forward the whole response in every step).
+        allowed_origins: origins of other servers' pages whose scripts may ask, as "https://example.org"; "*" for all.
         keep_alive: seconds without a token after which a stream gets a comment.
         header_timeout: seconds within which the head of a request must have come, from when the connection was made
-            or from its first byte; body_timeout: within which the body must have come.
+            or from its first byte.
+        body_timeout: seconds within which the body of a request must have come.
         idle_timeout: seconds between two requests on a connection after which it is closed.
-        send_timeout: seconds after which a connection is closed whose client reads nothing of what is sent.
-        allowed_hosts: names that a request's Host header may have, without a port; none, or "*": any. A server
-            without keys has its own names here (`listening_at`), so that no page of another site reaches it by a name
-            that leads here (DNS rebinding).
-        log_prompts: write prompts to the log, too.
+        send_timeout: seconds after which a connection is closed if its client does not read.
+        allowed_hosts: names that a request's Host header may have, without a port; any if empty, or for "*". A server
+            without keys has its own names here (`listening_at`). So no page of another site reaches it by a name that
+            resolves to its address (DNS rebinding).
+        log_prompts: True to write prompts to the log, too.
 
     Raises:
         InputError: a value out of range.
@@ -109,9 +113,11 @@ class ServeSettings:
                 raise InputError(f"{name} must be a positive number of seconds, got {value!r}.")
 
     def listening_at(self, host: str) -> ServeSettings:
-        """The same for a server that listens at a host, by name or address: without keys it answers to that and to the
-        names of the machine itself, beside `allowed_hosts`. One that listens on every interface has names that are not
-        known here, so it answers to any as long as `allowed_hosts` says none.
+        """The settings of a server that listens at a host, a name or an address.
+
+        Without keys it answers to the host and to the names of the machine itself, beside `allowed_hosts`. The names
+        of a server that listens on every interface are not known here. So it answers to any as long as `allowed_hosts`
+        is empty.
         """
         if self.api_keys or (host in EVERYWHERE and not self.allowed_hosts):
             return self

@@ -23,11 +23,11 @@ HEADERS = [
 ]
 
 Seen = Callable[[int, Event], None]
-"""Called with every event of a request, and the choice that it is of."""
+"""Called with the index of a choice and an event of it, for every event of a request."""
 
 
 class RefusalResponse(JSONResponse):
-    """The answer to a request that is not served; its line of the log says why. headers: beside the refusal's own."""
+    """Answer to a refused request; its line of the log says why. headers: sent beside the refusal's own."""
 
     def __init__(self, refusal: Refusal, headers: Mapping[str, str] | None = None):
         super().__init__(refusal.body, refusal.status, {**refusal.headers, **(headers or {})})
@@ -40,13 +40,13 @@ class RefusalResponse(JSONResponse):
 
 
 class RunningResponse(Response):
-    """The answer to a request that the engine works on; a client that hangs up cancels it.
+    """Answer to a request that the engine works on; a client that hangs up cancels it.
 
     Args:
         running: the request.
-        answer: what its events become.
-        seen: hears of its events.
-        ended: called when it is over, however that came.
+        answer: turns its events into objects and chunks.
+        seen: called with each of its events.
+        ended: called when it is over, also after an error.
         keep_alive: seconds without an event after which a stream gets a comment.
     """
 
@@ -75,7 +75,7 @@ class RunningResponse(Response):
 
 
 class WholeResponse(RunningResponse):
-    """All of it, when it has ended."""
+    """Answer in one piece, sent when the request has ended."""
 
     async def _answer_with(self, scope: Scope, receive: Receive, send: Send) -> None:
         running, answer = self._running, self._answer
@@ -96,7 +96,7 @@ class WholeResponse(RunningResponse):
 
 
 class StreamResponse(RunningResponse):
-    """Chunk by chunk, as tokens become final."""
+    """Answer as server-sent events, sent as tokens become final."""
 
     async def _answer_with(self, scope: Scope, receive: Receive, send: Send) -> None:
         running, loop = self._running, asyncio.get_running_loop()
@@ -123,10 +123,10 @@ class StreamResponse(RunningResponse):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _told(self, arrival: tuple[int, Event]) -> str:
-        """An event as lines of the stream; the last one of a request has its end with it."""
+        """An event as lines of the stream; the last event of a request includes the end of the stream."""
         running, answer = self._running, self._answer
         index, event = arrival
-        if not running.left:  # it has failed: what still comes belongs to nobody
+        if not running.left:  # the request has failed: drop the events that still come
             return ""
         self._seen(index, event)
         refusal = failed(event)
@@ -143,5 +143,5 @@ class StreamResponse(RunningResponse):
 
 
 def part(data: bytes) -> dict[str, Any]:
-    """A piece of a body, which is not its last."""
+    """ASGI message with a piece of a body that is not its last."""
     return {"type": "http.response.body", "body": data, "more_body": True}

@@ -1,4 +1,4 @@
-"""Turns at reading requests: a large one is read alone of its kind, and never holds small ones up."""
+"""Limits on concurrent reading: one large request at a time, which never holds up small ones."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 from contextlib import AbstractAsyncContextManager
 
 LARGE = 64 << 10
-"""Bytes of a body from which on a request is large."""
+"""Least bytes of the body of a large request."""
 SMALL_AT_ONCE = 4
-"""Small requests that are read at a time: each takes a thread."""
+"""Most small requests that are read at a time: each takes a thread."""
 
 
 class Turns:
-    """Bounds how many requests are read at a time. Reading turns texts into ids beside the event loop, which takes a
-    processor for as long as the texts ask for, and the engine needs one, too.
+    """Bounds on the number of requests that are read at a time.
+
+    Reading turns texts into ids in a thread beside the event loop. It takes a processor for a time that grows with the
+    texts, and the engine needs one, too.
     """
 
     def __init__(self) -> None:
