@@ -6,8 +6,8 @@
     serve.run(dgraph.ray.deployment("tiny_sdar", "focus", replicas=2), route_prefix="/")
 
 `dgraph serve --ray` and `dgraph generate --data IN --out OUT --ray` are the same from the command line, and
-docs/ray-cluster.yaml is for a cluster. What it needs beyond dgraph comes with the extra `ray`; importing this package
-needs none of it.
+docs/ray-cluster.yaml is for a cluster. Its dependencies beyond those of dgraph come with the extra `ray`. Importing
+this package needs none of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server of many replicas, as Ray Serve takes it."""
+"""A server of many replicas, as a Ray Serve application."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 NAME = "dgraph"
-"""Of the deployment."""
+"""Name of the deployment."""
 QUEUE = 1024
-"""Requests that may wait in a replica whose caller does not say."""
+"""Requests that may wait in a replica, if the engine's settings do not say."""
 BESIDE = 16
-"""Requests beyond those that a replica has room for which Serve hands to it all the same: those that it refuses, and
-those that need no room, as for its metrics."""
+"""Requests that Serve hands to a full replica: some it refuses, and some need no room, as those for its metrics."""
 
 
 def deployment(
@@ -50,15 +49,15 @@ def deployment(
     ray_actor_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Application:
-    """A Ray Serve application: the server of `dgraph.serve.app` in each replica, over engines of its own.
+    """Ray Serve application: the server of `dgraph.serve.app` in each replica, over engines of its own.
 
         serve.run(dgraph.ray.deployment("tiny_sdar", "focus", alpha=1.8, replicas=2), route_prefix="/")
 
-    A replica that has no room answers 503 with Retry-After itself. A replica whose engine died is replaced. One that is
-    to go gets no more requests, and ends when those that it has are over, or `shutdown_timeout` is.
+    A replica that has no room answers 503 with Retry-After itself. A replica whose engine died is replaced. A replica
+    that is to go gets no more requests. It ends when its running ones are over, or after `shutdown_timeout` seconds.
 
-    Replicas on one machine share its artifact cache, so that the first one compiles for all; `DGRAPH_CACHE` is passed
-    on. For machines without a shared folder see `shipped`.
+    Replicas on one machine share its artifact cache, so that the first one compiles for all. `DGRAPH_CACHE` is passed
+    on to them. For machines without a shared folder see `shipped`.
 
     Args:
         model: a name, or a folder that every machine of the cluster sees.
@@ -72,12 +71,12 @@ def deployment(
         shutdown_timeout: seconds that the requests of a replica may take when it is to go.
         name, dtype, facts, shipped: see `Blueprint`.
         device: "cpu" or "cuda"; on a GPU each replica has one of its own (num_gpus=1).
-        access_log: whether a line of a replica's log says how each request went.
-        ray_actor_options: of `ray.serve.deployment`: num_cpus, num_gpus, resources, runtime_env, ...
-        options: of the recipe, and, as for `dgraph.optimize`, fields of a `Compilation`.
+        access_log: True for a line in a replica's log on each request.
+        ray_actor_options: those of `ray.serve.deployment`: num_cpus, num_gpus, resources, runtime_env, ...
+        options: options of the recipe, and, as for `dgraph.optimize`, fields of a `Compilation`.
 
     Raises:
-        InputError: a value out of range, or what the extra `ray` brings is not installed.
+        InputError: a value out of range, or the extra `ray` is not installed.
         UnknownName: an unknown recipe, option or setting.
     """
     compiled = {f.name: options.pop(f.name) for f in fields(Compilation) if f.name in options}
@@ -107,8 +106,10 @@ def deployment(
 
 
 def build(arguments: Mapping[str, Any]) -> Application:
-    """What `serve run dgraph.ray:build model=...` and the `import_path` of a configuration file call: `deployment` with
-    these arguments; numbers of replicas and devices may be texts, as a command line has them.
+    """Call `deployment` with these arguments.
+
+    The entry point of `serve run dgraph.ray:build model=...` and of `import_path` in a configuration file. Numbers of
+    replicas and devices may be texts, as on a command line.
 
     Raises:
         InputError, UnknownName: as `deployment`.
@@ -152,7 +153,7 @@ def application(
 
 
 def capacity(blueprint: Blueprint) -> int:
-    """Requests that a replica has room for, in slots and in queues; known before an engine is built."""
+    """The number of requests that a replica has room for, in slots and queues; known before an engine is built."""
     engine = blueprint.engine
     return len(blueprint.recipes) * (engine.slots(blueprint.on) + (engine.queue or QUEUE))
 
@@ -169,8 +170,8 @@ def serve_options(
     """Keywords of `ray.serve.deployment`.
 
     Raises:
-        InputError: a number of replicas or seconds out of range, settings of autoscaling beside a number of replicas,
-            or a device with an index: Ray chooses which one a replica has.
+        InputError: a number of replicas or seconds out of range, or settings of autoscaling beside a number of
+            replicas. Also a device with an index, as Ray chooses each replica's device.
     """
     check_ranks(tp, blueprint)
     if shutdown_timeout < 0:
@@ -201,7 +202,7 @@ def _how_many(blueprint: Blueprint, replicas: int | str, autoscaling: Mapping[st
 
 
 def _as(kind: type[Any], given: Any) -> Any:
-    """Settings as a value, or as a file has them."""
+    """Settings given as a value, or as a mapping of fields as in a configuration file."""
     if not isinstance(given, Mapping):
         return settings_of(kind, given, {})
     said = dict(given)

@@ -1,4 +1,4 @@
-"""The Ray cluster that a command of dgraph runs in: the one that is there, or one of its own."""
+"""The Ray cluster in which a command of dgraph runs: a running one, or one of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from dgraph.errors import DgraphError, warn
 
 
 def actor_options(blueprint: Blueprint, given: dict[str, Any]) -> dict[str, Any]:
-    """What Ray gives to an actor with the engines of a blueprint: a GPU where they need one, and the artifact cache
-    that this process has, by its path.
+    """Options of a Ray actor with the engines of a blueprint.
+
+    They ask for a GPU if the engines need one, and pass on the path and size limit of this process's artifact cache.
 
     Args:
-        given: `ray_actor_options` that hold besides and instead.
+        blueprint: the engines' blueprint.
+        given: `ray_actor_options` that are added, and override these.
     """
     found: dict[str, Any] = {"num_gpus": 1} if blueprint.on == "cuda" else {}
     found |= given
@@ -32,12 +34,14 @@ def actor_options(blueprint: Blueprint, given: dict[str, Any]) -> dict[str, Any]
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Part of a cluster: the one that `RAY_ADDRESS` names, or that runs on this machine; else a new one, which ends
-    with the block. One that this process is part of already is left as it is. What Ray says meanwhile goes to stderr:
-    stdout is for results.
+    """Join a Ray cluster for the block.
+
+    It is the cluster that `RAY_ADDRESS` names, or that runs on this machine; else a new one, which ends with the block.
+    A cluster that this process has already joined is left as it is. Ray's output goes to stderr meanwhile: stdout is
+    for results.
 
     Raises:
-        DgraphError: it cannot be reached.
+        DgraphError: Ray cannot be started, or reached.
     """
     import ray
 
@@ -47,7 +51,7 @@ def joined() -> Iterator[None]:
             return
         try:
             ray.init(logging_level=logging.WARNING)
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Ray raises many kinds
             raise DgraphError(f"Ray cannot be started, or reached: {str(error).partition(chr(10))[0]}") from error
         try:
             yield
@@ -56,13 +60,13 @@ def joined() -> Iterator[None]:
 
 
 def needs(actor: dict[str, Any]) -> dict[str, float]:
-    """What Ray reserves for an actor with these options, by the names that it has for it."""
+    """Resources that Ray reserves for an actor with these options, by Ray's names for them."""
     wanted = {"CPU": actor.get("num_cpus", 1), "GPU": actor.get("num_gpus", 0), **actor.get("resources", {})}
     return {name: amount for name, amount in wanted.items() if amount}
 
 
 def room(each: dict[str, float]) -> int:
-    """How many of what needs so much find room in the cluster as it is now."""
+    """The number of actors that fit into the cluster as it is now. each: resources of one, by name."""
     import ray
 
     have = ray.cluster_resources()
@@ -70,7 +74,7 @@ def room(each: dict[str, float]) -> int:
 
 
 def check_room(count: int, each: dict[str, float]) -> None:
-    """Warn where the cluster has not the room for so many now; one that grows by itself may get it."""
+    """Warn if `count` replicas do not fit into the cluster now; one that grows by itself may get the room."""
     found = room(each)
     if count > found:
         wanted = " and ".join(f"{amount:g} {name}" for name, amount in each.items())

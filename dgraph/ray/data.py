@@ -1,4 +1,4 @@
-"""Prompts of a Ray dataset, answered by actors with engines of their own."""
+"""Responses to the prompts of a Ray dataset, from actors with engines of their own."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dgraph.ray.installed import check_installed
 from dgraph.runtime.decoding import Decoding
 
 LINE, INDEX = "line", "index"
-"""Columns of a dataset of questions: a line as a file has it, and its number."""
+"""Columns of a dataset of questions: a line of the file, and its number."""
 CALLS = 3
 """Tasks that an actor works on at the same time, a batch each: one runs, one waits in the engine, one comes or goes."""
 MOST_BLOCKS = 4096
-"""Parts of a dataset, each of which is lost and asked again with an actor as a whole."""
+"""Most parts of a dataset; a part is lost with its actor, and asked again as a whole."""
 
 
 class Generate:
@@ -37,19 +37,20 @@ class Generate:
             ),
         )
 
-    A row has a `prompt` or `messages`, and may have fields of a `Decoding`, as a line of `dgraph.dataset` does; or a
-    column `line` with all of that as JSON. Null says nothing, nor do other columns, but for `index`, by which draws
-    differ. It comes back with the columns that it had, and `text`, `tokens`, `finish_reason` and `error`. A row that
-    cannot be answered says why; it stops no other one.
+    A row has a `prompt` or `messages`, and may have fields of a `Decoding`, as a line of `dgraph.dataset` does. It may
+    instead have a column `line` with all of that as JSON. A null counts as absent. Other columns are not read, except
+    `index`, by which draws differ. A row comes back with its columns, and `text`, `tokens`, `finish_reason` and
+    `error`. A row that cannot be answered says why, and stops no other row.
 
     Calls of one actor share its engine: with several at a time, as above, it stays full from batch to batch. A batch
-    comes back in its order and in one piece, for Ray repeats what was lost with an actor by position.
+    comes back in its order and in one piece, for Ray repeats rows that were lost with an actor by position.
 
     Args:
         model: a name, or a folder that every machine of the cluster sees; or a whole `Blueprint`.
-        recipe: its name.
-        decoding: how rows are answered as far as they do not say.
-        settings: instead of these two values, fields of a `Decoding`, of a `Blueprint` (device, engine, options, ...).
+        recipe: the recipe's name.
+        decoding: defaults of the rows' decoding, for fields that a row leaves out.
+        settings: fields of a `Decoding`, in place of `decoding`, and of a `Blueprint` (device, engine, options, ...),
+            unless `model` is one.
 
     Raises:
         InputError, UnknownName: as `Blueprint` and `Decoding`.
@@ -68,7 +69,7 @@ class Generate:
         (self._engine,) = blueprint.engines().values()
 
     async def __call__(self, batch: Mapping[str, Any]) -> AsyncIterator[dict[str, Sequence[Any]]]:
-        """Answer a batch, a column by name."""
+        """Answer a batch, which is given and returned as columns by name."""
         columns = {name: _plain(values) for name, values in batch.items()}
         count = len(next(iter(columns.values()), ()))
         rows = [{name: values[i] for name, values in columns.items()} for i in range(count)]
@@ -101,7 +102,7 @@ _ASKED = ("prompt", "messages", *(field.name for field in fields(Decoding)))
 
 
 def _plain(values: Any) -> list[Any]:
-    """A column without numpy."""
+    """A column as a list of Python values, without numpy."""
     found = values.tolist() if hasattr(values, "tolist") else list(values)
     return [value.tolist() if hasattr(value, "tolist") else value for value in found]
 
@@ -114,19 +115,19 @@ def answered(
     replicas: int = 1,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Generator[Answer, None, None]:
-    """Answers to questions, from actors on Ray, as they come: to each one exactly one.
+    """Yield exactly one answer to each question, from actors on Ray, in the order in which they come.
 
-    An actor that is lost is replaced, and what it worked on is asked again.
+    An actor that is lost is replaced, and its unanswered questions are asked again.
 
     Args:
-        questions: of one file (see `dgraph.dataset.lines`).
-        blueprint: of the engine of each actor.
-        usual: how questions are answered as far as they do not say.
-        replicas: actors, of one device each.
-        tell: called with what is being done.
+        questions: the questions of one file (see `dgraph.dataset.lines`).
+        blueprint: blueprint of each actor's engine.
+        usual: defaults of the questions' decoding, for fields that a question leaves out.
+        replicas: number of actors, with one device each.
+        tell: called with a text for each thing that is done.
 
     Raises:
-        InputError: a number out of range, or what the extra `ray` brings is not installed.
+        InputError: a number out of range, or the extra `ray` is not installed.
         DgraphError: an engine cannot be built, or actors are lost again and again.
     """
     if type(replicas) is not int or replicas < 1:
@@ -144,7 +145,7 @@ def _answered(
 
     actor = actor_options(blueprint, {})
     check_room(replicas, needs(actor))
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # of this process; whoever asked sees a bar of its own
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # in this process; the caller shows a progress bar itself
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     left = {question.index: question for question in questions}

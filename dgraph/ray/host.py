@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 NAME = "dgraph"
-"""Of the application in the cluster."""
+"""Name of the application in the cluster."""
 LAST = 10.0
 """Seconds for replicas to end after their last request."""
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT."""
+    """Raised in the main thread by SIGTERM or SIGINT."""
 
 
 def serve_with(
@@ -47,25 +47,26 @@ def serve_with(
     tell: Callable[[str], None],
     ready: Callable[[str, list[str]], None],
 ) -> None:
-    """Serve replicas on Ray until a signal comes. In the main thread.
+    """Serve replicas on Ray until a signal comes. Call it in the main thread.
 
-    The first SIGTERM or SIGINT drains: no more requests are taken, those that there are go on for a while. The second
-    ends them at once.
+    The first SIGTERM or SIGINT drains: no more requests are taken, and running ones go on for up to `shutdown_timeout`.
+    The second ends them at once.
 
     Args:
-        blueprint: of the engines of each.
-        settings: of the application.
-        replicas: how many; "auto" for as many as the load asks for, and the cluster has room for when this begins.
-        tp: devices of each.
-        host, port: where to listen; port 0 for any free one.
+        blueprint: blueprint of each replica's engines.
+        settings: settings of the application.
+        replicas: number of replicas. "auto" for as many as the load asks for, at most those for which the cluster has
+            room when this begins.
+        tp: devices of each replica.
+        host, port: address to listen at; port 0 for any free one.
         shutdown_timeout: seconds that requests may take after the first signal.
-        access_log: whether a line of a replica's log says how each request went.
-        tell: called with what is being done.
-        ready: called once, when requests are taken, with the address and what clients call the models.
+        access_log: True for a line in a replica's log on each request.
+        tell: called with a text for each thing that is done.
+        ready: called once, when requests are taken, with the address and the models' names for clients.
 
     Raises:
-        InputError: a number out of range, the address cannot be had, what the extra `ray` brings is not installed, or
-            Serve runs in the cluster already, with an address of its own.
+        InputError: a number out of range, the address cannot be had, or the extra `ray` is not installed. Also if Serve
+            runs in the cluster already, with an address of its own.
         UnknownName, CheckpointError: there is no such model.
         DgraphError: Ray cannot be reached, or no replica can be built.
     """
@@ -94,7 +95,7 @@ def serve_with(
     with joined():
         from ray import serve
 
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # of this process; replicas have logs of their own
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process; replicas have logs of their own
         if serve.status().proxies:
             raise InputError(
                 "Serve runs in this cluster already, with an address of its own: add the application to it with "
@@ -132,7 +133,7 @@ def _drain(serve: Any, timeout: float) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Each SIGTERM or SIGINT raises `Stopped` in the main thread."""
+    """Raise `Stopped` in the main thread at each SIGTERM or SIGINT within the block."""
 
     def stop(number: int, frame: Any) -> None:
         raise Stopped
@@ -146,7 +147,7 @@ def _signals() -> Iterator[None]:
 
 
 def reason_of(status: Any) -> str:
-    """What the last replica that failed to start said of it; "" if that is not known."""
+    """The error message of the last replica that failed to start; "" if that is not known."""
     app = status.applications.get(NAME)
     told = "" if app is None else "\n".join(each.message for each in app.deployments.values())
     found = re.findall(r"^\s*(?:[\w.]+\.)?\w+(?:Error|Name): (.+)$", told, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the extra `ray` brings."""
+"""Check that the packages of the extra `ray` are installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dgraph.errors import InputError
 
 
 def check_installed() -> None:
-    """Raises `InputError` where what the extra `ray` brings is missing."""
+    """Raise `InputError` if a package of the extra `ray` is missing."""
     try:
         import ray
         import ray.data

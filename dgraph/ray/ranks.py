@@ -1,4 +1,4 @@
-"""The processes of one replica: its actor, and one more for each other rank where the model is tensor parallel."""
+"""The processes of one replica: its actor, and one more for each other rank of a tensor-parallel model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dgraph.ray.cluster import needs
 from dgraph.rendezvous import rendezvous
 
 ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Lets each rank see all GPUs of its machine, as symmetric memory needs it: Ray would hide those of the others."""
+"""Variable that lets each rank see all GPUs of its machine, as symmetric memory needs; Ray hides the others' GPUs."""
 
 
 def check_ranks(count: int, blueprint: Blueprint) -> None:
@@ -29,12 +29,13 @@ def check_ranks(count: int, blueprint: Blueprint) -> None:
 
 
 def placement(count: int, actor: dict[str, Any]) -> dict[str, Any]:
-    """What Ray is asked for so that a replica of several ranks has room: a bundle for each, as large as what the first
-    one asks for, all on one machine. A single rank is the actor alone.
+    """Ray's placement of a replica of several ranks: a bundle for each, all on one machine.
+
+    Each bundle is as large as the first rank's needs. A single rank is the actor alone.
 
     Args:
-        count: of ranks.
-        actor: `ray_actor_options` of the first.
+        count: number of ranks.
+        actor: `ray_actor_options` of the first rank.
 
     Returns:
         Keywords of `ray.serve.deployment`, `ray_actor_options` among them.
@@ -51,25 +52,25 @@ def placement(count: int, actor: dict[str, Any]) -> dict[str, Any]:
 
 
 class Rank:
-    """A rank of a replica beside the first: an actor that follows it.
+    """Actor of a rank of a replica, other than the first, which it follows.
 
     Args:
-        environment: what ranks find each other by, as torchrun says it.
+        environment: variables by which ranks find each other, as torchrun sets them.
     """
 
     def __init__(self, environment: dict[str, str]):
         self._environment = environment
 
     def follow(self, blueprint: Blueprint) -> None:
-        """Serve what the first rank is asked for, until it closes its engine."""
+        """Run the first rank's steps on this rank's engine, until the first rank closes its own."""
         for engine in _engines(blueprint, self._environment, lambda what: None).values():
             engine.join()
 
 
 def engines(blueprint: Blueprint, count: int, tell: Callable[[str], None]) -> tuple[dict[str, Engine], list[Any]]:
-    """The engines of a replica, and the actors of its other ranks: they end when nobody holds them any more.
+    """The engines of a replica, and the actors of its other ranks, which end when the last reference to them is gone.
 
-    For the actor of the first rank, whose placement group has a bundle for each.
+    Call it in the actor of the first rank, whose placement group has a bundle for each rank.
     """
     if count == 1:
         return blueprint.engines(tell), []
@@ -91,7 +92,7 @@ def engines(blueprint: Blueprint, count: int, tell: Callable[[str], None]) -> tu
 
 
 def _engines(blueprint: Blueprint, environment: dict[str, str], tell: Callable[[str], None]) -> dict[str, Engine]:
-    """The engines of one rank, which all ranks build at the same time."""
+    """Build the engines of one rank; all ranks build theirs at the same time."""
     import dgraph.parallel
 
     os.environ.update({**environment, "LOCAL_RANK": str(_local_rank())})
@@ -99,7 +100,7 @@ def _engines(blueprint: Blueprint, environment: dict[str, str], tell: Callable[[
 
 
 def _local_rank() -> int:
-    """Which of the GPUs that this process sees is its own; 0 without any."""
+    """Index of this process's own GPU among those that it sees; 0 if Ray gave it none."""
     import ray
 
     own = [str(id) for id in ray.get_gpu_ids()]

@@ -1,4 +1,4 @@
-"""One replica of a server: an actor with engines of its own, and the same ASGI application over them as elsewhere."""
+"""One replica of a server: an actor with engines of its own, under the ASGI application of `dgraph.serve`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.settings import ServeSettings
 
 LOGGER = logging.getLogger("ray.serve")
-"""Where Serve has the log of a replica."""
+"""Logger that Serve writes to the log of a replica."""
 
 
 class Replica:
-    """What Serve makes of each replica; its methods are called in the event loop that answers.
+    """Class of the actor that Serve makes for each replica; its methods are called in the event loop that answers.
 
     Args:
-        blueprint: of its engines.
-        settings: of the application.
-        ranks: devices of the replica.
-        access_log: whether a line on stderr says how each request went.
+        blueprint: blueprint of its engines.
+        settings: settings of the application.
+        ranks: number of devices of the replica.
+        access_log: True for a line on stderr on each request.
     """
 
     def __init__(self, blueprint: Blueprint, settings: ServeSettings, ranks: int, access_log: bool):
@@ -35,7 +35,7 @@ class Replica:
         self.lifetime.begin(built)
 
     def __serve_build_asgi_app__(self) -> Any:
-        """The application, without the header of a request's id: Serve adds the same one."""
+        """The application, without the header of a request's id, as Serve adds the same one."""
         from dgraph.serve.application import build
 
         answer = build(self.lifetime, self._settings)
@@ -52,11 +52,11 @@ class Replica:
         return app
 
     def models(self) -> list[str]:
-        """What clients call its engines."""
+        """Names of its engines for clients."""
         return list(self.lifetime.models)
 
     def check_health(self) -> None:
-        """Raises `EngineClosed` once an engine has died: Serve ends the replica then, and starts another one."""
+        """Raise `EngineClosed` once an engine has died: Serve ends the replica then, and starts another one."""
         if not self.lifetime.alive:
             raise EngineClosed("an engine of this replica has stopped; its log says why.")
 
