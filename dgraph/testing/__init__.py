@@ -1,4 +1,4 @@
-"""What a package that brings a method tests it with: tiny random models of every family, and the checks a method owes.
+"""Tests for packages that add a method: tiny random models of every family, and the checks that a method must pass.
 
     from dgraph.testing import check_batch_equals_alone, check_lossless, models
 
@@ -6,9 +6,9 @@
     def test_lossless(model):
         check_lossless(model, "mine", {"share": 1.0})
 
-Each check runs a recipe on a model and raises AssertionError with what differs. Recipes are found by name as
-everywhere, those of installed packages included; a `Recipe` value works, too. What an op owes is in
-`dgraph.testing.ops`; `ranks` runs a function on the ranks of a sharded model, as threads.
+Each check runs a recipe on a model and raises AssertionError with the difference. Recipes are found by name as
+everywhere, those of installed packages included; a `Recipe` value works, too. The checks of an op are in
+`dgraph.testing.ops`. `ranks` runs a function on the ranks of a sharded model, as threads.
 """
 
 from __future__ import annotations

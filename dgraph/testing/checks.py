@@ -1,4 +1,4 @@
-"""The checks that a method owes, as functions; see `dgraph.testing`."""
+"""The checks that a method must pass, as functions; see `dgraph.testing`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dgraph.testing.ranks import ranks
 NEW_TOKENS = 20
 """Length of the responses that checks decode: two blocks and a half."""
 TOLERANCE = 1e-4
-"""How far keys and values may differ where sums may be reassociated; fp32, values of about 1."""
+"""Largest difference of keys and values whose sums may be reassociated; for fp32 and values of about 1."""
 
 Options = Mapping[str, Any]
 
@@ -33,17 +33,17 @@ def check_lossless(
     exact: bool = False,
     **decoding: Any,
 ) -> None:
-    """At its identity setting a method gives the tokens, and the keys and values, of the model without it.
+    """Check that a method at its identity setting gives the tokens, keys and values of the model without it.
 
-    Keys and values are compared where both recipes keep them by position: a region that hides rows does not.
+    Keys and values are compared if both recipes keep them by position: a region that hides rows does not.
 
     Args:
         tiny: the model.
         recipe: the method.
-        identity: its options at which it must change nothing.
+        identity: the method's options at which it must change nothing.
         against: the recipe without the method.
-        exact: keys and values are equal bit for bit, not only to 1e-4.
-        decoding: as for `Optimized.generate`; default 20 tokens at a threshold of 0.7.
+        exact: True if keys and values must be equal bit for bit, not only to 1e-4.
+        decoding: as for `Optimized.generate`; by default 20 tokens at a threshold of 0.7.
     """
     method, without = _keeping(tiny, tiny.recipe(recipe, **identity)), _keeping(tiny, tiny.recipe(against))
     by_position = not any(plan is not None and plan.region.hides for plan in (method.plan, without.plan))
@@ -61,9 +61,9 @@ def check_lossless(
 
 
 def check_batch_equals_alone(tiny: TinyModel, recipe: str | Recipe, options: Options, **decoding: Any) -> None:
-    """Each prompt of a batch gets the tokens that it gets alone.
+    """Check that each prompt of a batch gets the tokens that it gets alone.
 
-    Alone it is the only one that is decoded then; draws depend on a prompt's index in the call, which is the same.
+    "Alone" is the same call with a batch of one, so a prompt keeps its index in the call, on which draws depend.
     """
     made = tiny.optimized(recipe, **options)
     ids = prompts(tiny)
@@ -76,7 +76,7 @@ def check_batch_equals_alone(tiny: TinyModel, recipe: str | Recipe, options: Opt
 
 
 def check_backends_agree(tiny: TinyModel, recipe: str | Recipe, options: Options, **decoding: Any) -> None:
-    """Inductor's regions give the tokens that the graph gives op by op. It compiles: some ten seconds."""
+    """Check that Inductor's regions give the tokens that the graph gives op by op. Compiling takes some ten seconds."""
     eager = _run(tiny, recipe, options, **decoding)
     compiled = _run(tiny, recipe, options, backend="inductor", buckets="fine", **decoding)
     _same_tokens(tiny, compiled, eager, "Inductor", "eager")
@@ -85,10 +85,10 @@ def check_backends_agree(tiny: TinyModel, recipe: str | Recipe, options: Options
 def check_ranks_agree(
     tiny: TinyModel, recipe: str | Recipe, options: Options, *, world: int = 2, **decoding: Any
 ) -> None:
-    """Ranks that have some heads each (tensor parallelism) give one process's tokens.
+    """Check that ranks that have some heads each (tensor parallelism) give one process's tokens.
 
-    They run as threads. A sum over ranks rounds in another way: a model and prompts whose values tie to within 1e-6
-    where something is decided fail by that alone.
+    They run as threads. A sum over ranks rounds in another order. So the check also fails on a model and prompts in
+    which a decision is between values that tie to within 1e-6.
     """
     whole, made = _run(tiny, recipe, options, **decoding), _settings(decoding)
 
@@ -106,13 +106,13 @@ def check_against(
     oracle: Callable[[TinyModel, list[int], Options], list[int]],
     **decoding: Any,
 ) -> None:
-    """The compiled program gives the tokens of a plain implementation of the method.
+    """Check that the compiled program gives the tokens of a plain implementation of the method.
 
     Args:
         tiny: the model.
         recipe, options: the method.
-        oracle: of the model, a prompt, and what is decoded by (max_new_tokens, threshold, ...), the response's ids up
-            to a stop token, which is left out.
+        oracle: the plain implementation. It takes the model, a prompt and the decoding settings (max_new_tokens,
+            threshold, ...). It gives the response's ids up to a stop token, which is left out.
         decoding: as for `Optimized.generate`.
     """
     got = _run(tiny, recipe, options, **decoding)
@@ -125,7 +125,10 @@ def check_against(
 
 
 def check_effects(tiny: TinyModel, recipe: str | Recipe, options: Options) -> None:
-    """Each pass of a recipe does to the numbers what its `Effect` says; see `dgraph.numerics.check_effects`."""
+    """Check that each pass of a recipe has the numerical effect that its `Effect` declares.
+
+    See `dgraph.numerics.check_effects`.
+    """
     try:
         numerics.check_effects(tiny.graph, tiny.recipe(recipe, **options))
     except (PassError, VerifyError) as error:
@@ -135,13 +138,13 @@ def check_effects(tiny: TinyModel, recipe: str | Recipe, options: Options) -> No
 def check_fires(
     tiny: TinyModel, recipe: str | Recipe, options: Options, step: str, layers: Sequence[int | None]
 ) -> None:
-    """A pass of a recipe's step program fires once in each of these layers, in order, and nowhere else.
+    """Check that a pass of a recipe's step program fires once in each of these layers, in order, and nowhere else.
 
     Args:
         tiny: the model.
         recipe, options: the method.
         step: the pass's name.
-        layers: where it fires; None outside the layers.
+        layers: layers in which it fires; None outside the layers.
 
     Raises:
         UnknownName: the step does not run the pass.
@@ -154,7 +157,7 @@ def check_fires(
 
 
 def check_skips(tiny: TinyModel, before: Sequence[Pass], step: Pass, reason: str) -> None:
-    """A pass that cannot apply says why: one of its reasons to skip contains `reason`.
+    """Check that a pass that cannot apply says why: one of its reasons to skip contains `reason`.
 
     Args:
         tiny: the model.
@@ -168,7 +171,7 @@ def check_skips(tiny: TinyModel, before: Sequence[Pass], step: Pass, reason: str
 
 
 def _keeping(tiny: TinyModel, recipe: Recipe) -> Recipe:
-    """The recipe, whose layers keep the keys behind their windows."""
+    """The recipe, changed to keep the keys behind its layers' windows if it has windows."""
     return recipe.with_all_keys() if tiny.optimized(recipe)._session.kv.windows else recipe
 
 

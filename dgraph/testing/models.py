@@ -37,10 +37,10 @@ class TinyModel:
 
     @functools.cached_property
     def graph(self) -> Graph:
-        """Its captured forward; copy it before you rewrite it.
+        """The captured forward of the model; copy it before you rewrite it.
 
-        Captured when it is first asked for, so that tests can be collected, with models as their parameters, without
-        a capture, and the artifact cache is the one that a test's fixtures have set.
+        It is captured at the first use. So tests can be collected, with models as their parameters, without a capture.
+        The artifact cache is the one that a test's fixtures have set.
         """
         return graph_of_model(self.model, open_store())
 
@@ -55,7 +55,7 @@ class TinyModel:
     def optimized(
         self, recipe: str | Recipe, backend: str = "eager", buckets: str = "exact", **options: object
     ) -> Optimized:
-        """The model under a recipe, as `dgraph.optimize` gives it; equal recipes share it."""
+        """The model under a recipe, as `dgraph.optimize` gives it; equal recipes share one result."""
         return _optimized(self, self.recipe(recipe, **options), backend, buckets)
 
     def on_rank(
@@ -68,7 +68,7 @@ class TinyModel:
         experts: str = "split",
         **options: object,
     ) -> Optimized:
-        """What `optimized` gives, as one of several ranks has it; run it in `dgraph.testing.ranks`."""
+        """The model under a recipe on one of several ranks; run it in `dgraph.testing.ranks`."""
         graph, made = _part(self, rank, world, experts).copy(), self.recipe(recipe, **options)
         return Optimized(self.model, graph, made, RegionCompiler(backend), Buckets.of(buckets))
 
@@ -104,9 +104,9 @@ def models(attention: str | None = None, *names: str, seed: int = 0) -> list[Tin
     """Tiny models of all families, in order of their names.
 
     Args:
-        attention: only those of "block_causal" or "bidirectional" models; None for both.
-        names: only these families; by default all that have a mask token, which most methods and rules decode by.
-        seed: of the weights.
+        attention: "block_causal" or "bidirectional" for models of that kind alone; None for both.
+        names: only these families; by default all that have a mask token, which most methods and rules need.
+        seed: seed of the weights.
 
     Raises:
         UnknownName: no such family.

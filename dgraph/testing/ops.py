@@ -1,4 +1,4 @@
-"""What must hold of every op, on all of its samples: schema, fake, reference, padding, contract and kernel's signature.
+"""Checks of an op on all of its samples: schema, fake, reference, padding, contract and kernel's signature.
 
     @pytest.mark.parametrize("op", MY_OPS)
     def test_my_op(op):
@@ -24,9 +24,9 @@ from dgraph.ops import Op, Sample, launcher, op_of
 from dgraph.ops.scales import FLOAT8
 
 LINES = 3
-"""A contract has at least as many."""
+"""Least number of lines of a contract."""
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
-"""How far a result may be from that in float64, by the dtype of the arguments."""
+"""Largest difference, relative and absolute, of a result from that in float64, by the dtype of the result."""
 
 
 def samples_of(op: Op) -> list[Sample]:
@@ -35,11 +35,12 @@ def samples_of(op: Op) -> list[Sample]:
 
 
 def check_op(op: Op, dtypes: Sequence[torch.dtype] = tuple(TOLERANCE)) -> None:
-    """Every check, on every sample.
+    """Run every check on every sample.
 
     Args:
-        dtypes: of floating arguments, in which the reference must be close to float64. An op that takes the largest of
-            values may take another one where they are rounded: then float32 alone.
+        op: the op.
+        dtypes: dtypes of floating arguments, in which the reference must be close to float64. An op that takes the
+            largest of some values may take another one when they are rounded; give float32 alone for such an op.
     """
     for check in OP_CHECKS:
         check(op)
@@ -51,21 +52,21 @@ def check_op(op: Op, dtypes: Sequence[torch.dtype] = tuple(TOLERANCE)) -> None:
 
 
 def check_contract(op: Op) -> None:
-    """The contract has some lines, and names every argument."""
+    """Check that the contract has at least `LINES` lines, and names every argument."""
     assert len(op.contract.splitlines()) >= LINES, f"the contract of {op.name} has less than {LINES} lines"
     missing = [name for name in op.arguments if not re.search(rf"\b{name}\b", op.contract)]
     assert not missing, f"the contract of {op.name} does not name {', '.join(missing)}"
 
 
 def check_target(op: Op) -> None:
-    """A node that calls the op, by overload or packet, is known to be of it, and the schema says what it writes."""
+    """Check that a call by overload or by packet is recognised as the op, and that the schema says what it writes."""
     assert op is op_of(op.overload) is op_of(op.overload.overloadpacket), f"{op.name} is not in the table"
     declared = tuple(a.name for a in op.overload._schema.arguments if a.alias_info is not None)
     assert declared == op.mutates, f"{op.name} writes {op.mutates}, but its schema says {declared}"
 
 
 def check_kernel(op: Op) -> None:
-    """The kernel takes the arguments of the schema in their order, and more only with defaults. Imports Triton."""
+    """Check that the kernel takes the schema's arguments in order, and more only with defaults. Imports Triton."""
     if op.kernel is None:
         return
     parameters = list(inspect.signature(op.on_gpu).parameters.values())
@@ -77,7 +78,7 @@ def check_kernel(op: Op) -> None:
 
 
 def check_launcher(op: Op) -> None:
-    """What is called without the dispatcher is what the dispatcher calls; float64 goes to the reference anywhere."""
+    """Check that calls without the dispatcher go where its calls go, and float64 to the reference on any device."""
     assert launcher(op, torch.device("cpu")) is op.reference
     on_cuda = launcher(op, torch.device("cuda", 0))
     assert (on_cuda is op.reference) == (op.kernel is None), f"{op.name} is launched by {on_cuda}"
@@ -89,10 +90,10 @@ def check_launcher(op: Op) -> None:
 
 
 def check_tracing(op: Op) -> None:
-    """Traced with sizes as symbols the op gives what it gives untraced, as torch's own check of a custom op has it.
+    """Check that the op traced with symbolic sizes gives what it gives untraced, by torch's check of custom ops.
 
-    Once per kind of arguments: samples whose tensors have the same dtypes and numbers of dimensions, and whose settings
-    select the same branches, make one trace. What their fakes say of each sample's sizes, `check_fake` sees.
+    It runs once per kind of arguments. Samples whose tensors have the same dtypes and numbers of dimensions, and whose
+    settings select the same branches, make one trace. `check_fake` compares the fake with each sample's own sizes.
     """
     kinds = {_kind(sample.args): sample for sample in reversed(samples_of(op))}
     for sample in kinds.values():
@@ -100,16 +101,16 @@ def check_tracing(op: Op) -> None:
 
 
 def check_schema(op: Op, sample: Sample) -> None:
-    """Torch's own checks of a call of a custom op: schema, autograd registration, fake.
+    """Run torch's own checks of a call of a custom op: schema, autograd registration, fake.
 
-    They compare values by arithmetic that 8-bit floats do not have; as float16 these are what they are.
+    They compare values by arithmetic that 8-bit floats do not have, so those are given as float16, which is exact.
     """
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(op.overload, _widened(copy.deepcopy(sample.args)), test_utils=checks)
 
 
 def check_reference(op: Op, sample: Sample) -> None:
-    """On a CPU the op gives what its reference gives, and writes the arguments that it says, and no others."""
+    """Check that on a CPU the op gives its reference's results, and writes its declared arguments and no others."""
     called, referred = copy.deepcopy(sample.args), copy.deepcopy(sample.args)
     result = op.overload(*called)
     assert_close(tensors(result), tensors(op.reference(*referred)), rtol=0, atol=0, equal_nan=True, msg=_of(op, sample))
@@ -120,7 +121,7 @@ def check_reference(op: Op, sample: Sample) -> None:
 
 
 def check_precision(op: Op, sample: Sample, dtype: torch.dtype = torch.float32) -> None:
-    """The reference in a dtype is close to the reference in float64."""
+    """Check that the reference in a dtype is close to the reference in float64."""
     inputs = cast(sample.args, dtype)
     expected = outcome(op, cast(inputs, torch.float64))
     for got, want in zip(outcome(op, cast(inputs, dtype)), expected, strict=True):
@@ -131,7 +132,7 @@ def check_precision(op: Op, sample: Sample, dtype: torch.dtype = torch.float32) 
 
 
 def check_padding(op: Op, sample: Sample) -> None:
-    """Padding rows change nothing, and hold what `Op.padding` says."""
+    """Check that padding rows change no other row, and hold the values of `Op.padding`."""
     if sample.padded is None:
         return
     plain = outcome(op, copy.deepcopy(sample.args))
@@ -147,7 +148,10 @@ def check_padding(op: Op, sample: Sample) -> None:
 
 
 def check_fake(op: Op, sample: Sample) -> None:
-    """What is traced has the sizes, dtypes and strides of what is computed. Not of a cut, whose size is data."""
+    """Check that a traced result has the shape, dtype and strides of the computed one.
+
+    An op that cuts rows is left out, as the size of its result depends on data.
+    """
     if op.cut:
         return
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -165,9 +169,9 @@ OP_CHECKS: tuple[Callable[[Op], None], ...] = (
     check_launcher,
     check_tracing,
 )
-"""Those of an op."""
+"""Checks of an op as a whole."""
 CALL_CHECKS: tuple[Callable[[Op, Sample], None], ...] = (check_schema, check_reference, check_padding, check_fake)
-"""Those of one call; `check_precision` takes a dtype as well."""
+"""Checks of a call on one sample; `check_precision` takes a dtype as well."""
 
 
 def outcome(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
@@ -183,8 +187,9 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """A value with its floating tensors in a dtype, but for float8, which stands for numbers only with its scales; all
-    tensors are copies.
+    """A value with copies of its tensors, floating ones in a dtype.
+
+    A float8 tensor keeps its dtype, as it stands for numbers only together with its scales.
     """
     if isinstance(value, Tensor):
         plain = value.is_floating_point() and value.dtype != FLOAT8
@@ -200,7 +205,7 @@ def _widened(value: Any) -> Any:
 
 
 def on_meta(value: Any) -> Any:
-    """A value with its tensors as sizes alone."""
+    """A value with its tensors on the meta device, as shapes without data."""
     if isinstance(value, Tensor):
         return value.to("meta")
     return type(value)(on_meta(part) for part in value) if isinstance(value, (list, tuple)) else value
@@ -221,5 +226,5 @@ def _where(op: Op, sample: Sample | None = None, part: str = "") -> str:
 
 
 def _of(op: Op, sample: Sample | None = None, part: str = "") -> Callable[[str], str]:
-    """A message of torch's that begins with the place."""
+    """A function that puts the op, sample and part before a message of torch."""
     return lambda text: f"{_where(op, sample, part)}: {text}"

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: a sharded model is run by all of them without a second process or a device.
+"""Ranks as threads of one process, which run a sharded model without a second process or a device.
 
 from dgraph.testing import ranks
 
@@ -29,12 +29,14 @@ WAIT = 300.0
 
 
 class RankEnded(RankLost, AssertionError):
-    """A rank waits for one that has ended, failed, or calls something else."""
+    """Error of a rank that waits for one that has ended, failed, or calls something else."""
 
 
 class _Meeting:
-    """Where ranks wait for each other. They run one at a time, from one collective to the next: capture and compilation
-    are not made for threads, and equal runs are equal.
+    """Meeting point at which ranks wait for each other.
+
+    They run one at a time, from one collective to the next. So capture and compilation, which are not made for threads,
+    never run at the same time, and runs are reproducible.
     """
 
     def __init__(self, world: int):
@@ -49,7 +51,7 @@ class _Meeting:
         self._broken: str | None = None
 
     def begin(self, rank: int) -> None:
-        """Wait for one's turn."""
+        """Wait for the rank's turn."""
         with self._changed:
             self._take_turn(rank)
 
@@ -62,7 +64,10 @@ class _Meeting:
             self._leave_turn(rank)
 
     def meet(self, rank: int, what: str, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """What `combine` makes of what all ranks give, by rank; the same object on all of them."""
+        """Wait for all ranks, and combine their values, which `combine` gets in order of ranks.
+
+        All ranks get the same object.
+        """
         with self._changed:
             self._check(rank, what)
             self._given[rank] = what, value
@@ -80,14 +85,14 @@ class _Meeting:
             return self._result
 
     def tell(self, message: Any) -> None:
-        """From one rank to all others."""
+        """Send a message from rank 0 to all others."""
         with self._changed:
             for told in self._told[1:]:
                 told.append(message)
             self._changed.notify_all()
 
     def hear(self, rank: int) -> Any:
-        """What was told next."""
+        """Wait for the next message to the rank."""
         told = self._told[rank]
         with self._changed:
             if not told:
@@ -99,13 +104,13 @@ class _Meeting:
             return told.popleft()
 
     def fail(self, reason: str) -> None:
-        """End what waits."""
+        """End all waits with an error that has this reason."""
         with self._changed:
             self._broken = self._broken or reason
             self._changed.notify_all()
 
     def check(self, rank: int) -> None:
-        """Raises if a rank has failed."""
+        """Raise `RankEnded` if a rank has failed."""
         if self._broken is not None:
             raise RankEnded(f"rank {rank} goes on, but {self._broken}")
 
@@ -122,7 +127,7 @@ class _Meeting:
         self._changed.notify_all()
 
     def _check(self, rank: int, what: str) -> None:
-        """Raises for a wait that would never end."""
+        """Raise `RankEnded` for a wait that would never end."""
         if self._broken is not None:
             raise RankEnded(f"rank {rank} waits in {what}, but {self._broken}")
         if self._ended:
@@ -152,55 +157,55 @@ class ThreadGroup:
         return total.clone()
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[world, *x.shape]: by rank."""
+        """Stack the tensors of all ranks, in order of ranks, as [world, *x.shape]."""
         every: Tensor = self._meeting.meet(self.rank, f"all_gather of {_like(x)}", x, torch.stack)
         return every.clone()
 
     def exchange(self, value: object) -> list[Any]:
-        """What each rank gave, by rank: any object, which they share."""
+        """The objects that all ranks give, in order of ranks; the ranks share them."""
         return list(self._meeting.meet(self.rank, "exchange", value, list))
 
     def tell(self, message: object) -> None:
-        """To all other ranks."""
+        """Send a message to all other ranks."""
         self._meeting.tell(message)
 
     def hear(self) -> Any:
-        """What rank 0 tells next."""
+        """Wait for the next message of rank 0."""
         return self._meeting.hear(self.rank)
 
     def check(self) -> None:
-        """Raises `RankEnded` if a rank has failed."""
+        """Raise `RankEnded` if a rank has failed."""
         self._meeting.check(self.rank)
 
     def fail(self, reason: str) -> None:
-        """End what the others wait for."""
+        """End the waits of the other ranks with an error that has this reason."""
         self._meeting.fail(f"rank {self.rank} failed: {reason}")
 
     def when_lost(self, listener: Callable[[RankLost], None]) -> None:
-        """Never: a rank that has ended is found out by who waits for it."""
+        """Do nothing: the rank that waits for an ended one finds that out itself."""
 
     def forget(self, listener: Callable[[RankLost], None]) -> None:
-        """It was never called."""
+        """Do nothing: the listener is never called."""
 
 
 def ranks(world: int, function: Callable[[int], T], group: str = GROUP) -> list[T]:
-    """Run `function(rank)` on so many ranks of a group, each in a thread of its own that has joined it.
+    """Run `function(rank)` on `world` ranks of a group, each in a thread of its own that has joined it.
 
     They take turns: a rank runs until it waits in a collective or ends. So a rank must wait for another one in nothing
-    but a collective. Calls of ranks that do not match (another collective, another shape or dtype, none any more) are
-    an error on all of them.
+    but a collective. Calls of ranks that do not match are an error on all of them. Calls do not match if they are other
+    collectives, have other shapes or dtypes, or if a rank has ended.
 
     Args:
         world: number of ranks.
-        function: what each of them does.
+        function: called once on each rank, with the rank.
         group: the name of the group, as sharded graphs name it.
 
     Returns:
-        What it returned, by rank.
+        The results of `function`, in order of ranks.
 
     Raises:
-        RankEnded: ranks that do not match. Else the first error of a rank, with a note of which it was; the others end
-        with it.
+        RankEnded: calls of ranks do not match. Any other error of a rank is raised as it is, with a note of the rank;
+            it is the first one, and the other ranks end with it.
     """
     meeting = _Meeting(world)
     results: dict[int, T] = {}
@@ -215,7 +220,7 @@ def ranks(world: int, function: Callable[[int], T], group: str = GROUP) -> list[
         except BaseException as raised:
             error = raised
             raised.add_note(f"on rank {rank} of {world}")
-            # What the others raise since one has failed says less.
+            # A `RankEnded` that follows from another rank's error says less, so it goes last.
             errors.insert(0 if not isinstance(raised, RankEnded) else len(errors), raised)
         finally:
             meeting.end(rank, error)
