@@ -1,4 +1,4 @@
-"""Measuring: traces of commits, the floor of a step, arms that differ in one thing."""
+"""Measurements: traces of commits, the floor of a step, and arms that differ in one thing."""
 
 from dgraph.bench.traces import Trace, read_trace, synthesise
 

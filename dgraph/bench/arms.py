@@ -9,17 +9,17 @@ from dgraph.plans.block_cache import BLOCK_CACHES
 from dgraph.recipes import Recipe
 
 NEEDED = frozenset({"PackRows", "CacheKV", "OnlyKV"})
-"""Passes without which nothing can be decoded step by step."""
+"""Passes that step-by-step decoding needs."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One line of a table.
+    """A recipe to measure, and one line of a table.
 
     Attributes:
-        label: what it is called there.
-        recipe: what is run.
-        graphs: on a GPU, whether stages are replayed as CUDA graphs.
+        label: its name in tables.
+        recipe: the recipe that is run.
+        graphs: True to replay stages as CUDA graphs, on a GPU.
     """
 
     label: str
@@ -37,7 +37,10 @@ def without(recipe: Recipe, name: str) -> Recipe:
 
 
 def ablation(arm: Arm, on_gpu: bool) -> Iterator[Arm]:
-    """Arms that lack one thing of the given one, each: a pass, the block cache of another kind, CUDA graphs."""
+    """Arms that differ from the given one in one thing each.
+
+    It is a pass that is left out, another block cache, the other value of `recommit`, or no CUDA graphs.
+    """
     names = dict.fromkeys(p.name for p in arm.recipe.phase("step").passes)
     for name in names:
         if name not in NEEDED:

@@ -1,7 +1,7 @@
 """The floor of a step: its matrix products at the row counts that were met, and the bytes that attention must read.
 
 Nothing else is in it: norms, activations, selection, the transition between steps and every launch count as overhead.
-So measured time over floor says what is left to gain without another method.
+So measured time over floor bounds the speed-up that is left to gain without another method.
 """
 
 from __future__ import annotations
@@ -30,33 +30,36 @@ from dgraph.passes.salience import UPDATED, of_masked
 from dgraph.stored import stored_of
 
 COLD = 400e6
-"""Weights that are multiplied in turn take this many bytes or more: several times an L2 cache."""
+"""Least bytes of the weights that are multiplied in turn: several times an L2 cache."""
 
 SCALE_BYTES = 4
-"""Of the scale of a row in 8 bits."""
+"""Bytes of the scale of a row in 8 bits."""
 
 UNTOLD = ("attention", "packed_attention", "sparse_attention", *UPDATED)
-"""Attention whose bytes no `StepCount` tells: those without a cache; over packed keys, as many as each sequence's last
-selection left to a head; and updated, which reads keys only of sequences in which something has changed.
+"""Attention ops whose bytes no `StepCount` has.
+
+They are attention without a cache; attention over packed keys, whose number each sequence's last selection sets for a
+head; and updated attention, which reads keys only of sequences in which something has changed.
 """
 
 NEW_LIMIT = 1
-"""Which result of dgraph::select_tokens says what kept rows still see, if they do not see all."""
+"""Index of the result of dgraph::select_tokens that limits the positions kept rows see, if they do not see all."""
 
 SETTLE, STAY = 0.2, 0.03
-"""Seconds of load on a GPU before a shape's first measurement, and of each that follows at once: so the clocks are
-those of a long run, and not of a burst.
+"""Seconds of load on a GPU before a shape's first measurement, and before each one that follows at once.
+
+With them the clocks are those of a long run, and not of a burst.
 """
 
 
 @dataclass(frozen=True)
 class StepCount:
-    """What one step ran on.
+    """Row and key counts of one step.
 
     Attributes:
-        rows: live rows of each row set: all, those that are kept, those of them that are masked.
-        keys: positions of the KV cache that one attention on each row set reads, over all sequences; by the window
-            that its layer sees, 0 where that sees all.
+        rows: live rows of each row set: all rows, kept rows, masked kept rows.
+        keys: per row set, positions of the KV cache that one attention on it reads, over all sequences; keyed by the
+            layer's window in positions (0 for all).
         head: rows that got logits.
     """
 
@@ -67,12 +70,12 @@ class StepCount:
 
 @dataclass(frozen=True)
 class Reading:
-    """What an attention reads and writes.
+    """Bytes that an attention reads and writes.
 
     Attributes:
-        key_bytes: of one position of K and V, with their scales if they have some.
-        query_bytes: of one row of queries and results.
-        window: positions that its rows see of what comes before; 0 for all.
+        key_bytes: bytes of one position of K and V, with their scales if they have some.
+        query_bytes: bytes of one row of queries and results.
+        window: the window of earlier positions that its rows see; 0 for all.
     """
 
     key_bytes: int
@@ -82,12 +85,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer or a mixture of experts, with how it reads rows and weights.
+    """A linear layer or a mixture of experts, with the storage of its rows and weights.
 
     Attributes:
-        shape: of its weights.
-        spared: bytes that its weights take less as they are stored than in their dtype; 0 if they take no less.
-        narrow: whether it takes rows, and so weights, in 8 bits.
+        shape: shape of its weights.
+        spared: bytes that stored weights save against weights in their dtype; 0 if they save none.
+        narrow: True if it takes rows, and so weights, in 8 bits.
     """
 
     shape: Shape
@@ -97,17 +100,18 @@ class Product:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step program must do, by row set (all rows, then the kept ones).
+    """Products and attentions of a step program, by row set (all rows, then the kept ones).
 
     Attributes:
-        multiplied: per row set the products on it, and how many are alike.
-        listed: the same of those on rows that a step finds salient, how many only the device knows: one row counts.
-        attentions: per row set those on it, by what they read, and how many read as much; those of `UNTOLD` left out.
-        masked: whether the last row set is that of the masked rows (OnlyMasked).
-        last: the product of the LM head, if that takes the masked rows alone.
-        dtype: of the weights.
-        told: whether `attentions` are all that there are.
-        hides: whether kept rows see their sequence up to the last of them alone (see `EvictTokens`).
+        multiplied: per row set, the number of equal products by product.
+        listed: the same for products on rows that a step finds salient. Only the device knows their number, so one row
+            counts.
+        attentions: per row set, the number of equal attentions by reading; those of `UNTOLD` are left out.
+        masked: True if the last row set is that of the masked rows (OnlyMasked).
+        last: the product of the LM head, if that takes the masked rows alone; else None.
+        dtype: dtype of the weights.
+        told: True if `attentions` has all attentions of the program.
+        hides: True if kept rows see their sequence only up to the last kept row (see `EvictTokens`).
     """
 
     multiplied: tuple[dict[Product, int], ...]
@@ -121,7 +125,7 @@ class Work:
 
     @property
     def products(self) -> tuple[dict[Shape, int], ...]:
-        """Per row set the shapes of its products, and how many have each, however they read rows and weights."""
+        """Per row set, the number of products by shape, whatever their storage of rows and weights."""
         found: tuple[dict[Shape, int], ...] = tuple({} for _ in self.multiplied)
         for shapes, products in zip(found, self.multiplied, strict=True):
             for product, times in products.items():
@@ -135,13 +139,16 @@ class Work:
 
     @property
     def windows(self) -> frozenset[int]:
-        """Of its attentions."""
+        """The windows of its attentions."""
         return frozenset(reading.window for found in self.attentions for reading in found)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds per step, on average over the steps; of attention None where no count tells what it reads (`UNTOLD`)."""
+    """Seconds per step by part, on average over the steps.
+
+    `attention` has no value (None) if the program has attention whose bytes no count has (`UNTOLD`).
+    """
 
     linear: float
     experts: float
@@ -150,7 +157,7 @@ class Floor:
 
     @property
     def total(self) -> float:
-        """Seconds per step, of attention only what is known."""
+        """Seconds per step over all parts; attention counts 0 if it has no value."""
         return self.linear + self.experts + (self.attention or 0.0) + self.head
 
     def to_json(self) -> dict[str, float]:
@@ -167,13 +174,15 @@ def row_sets_of(graph: Graph) -> list[str]:
 
 
 def work_of(graph: Graph) -> Work:
-    """What the graph of a step multiplies and reads. Experts count as their two grouped products, with rows that are
-    routed at random; what orders the rows does not. Vocabulary attention counts as two products on all of its rows,
-    those of a head that keeps its logits and of the mean embedding. What selects rows or keys is not counted.
+    """The products and attentions of a step's graph.
 
-    Nor is attention over packed keys (dgraph::sparse_attention), updated attention (dgraph::partial_attention) and
-    attention without a cache (see `UNTOLD`). Where there is any, the floor has no attention at all, and its total is
-    that of the products: below what the step must do.
+    Experts count as their two grouped products, with rows that are routed at random; the ops that order the rows are
+    not counted. Vocabulary attention counts as two products on all of its rows: that of a head that keeps its logits,
+    and that of the mean embedding. Ops that select rows or keys are not counted.
+
+    Attention over packed keys (dgraph::sparse_attention), updated attention (dgraph::partial_attention) and attention
+    without a cache are not counted either (see `UNTOLD`). If there is any, the floor has no attention at all. Its total
+    is then that of the products, below the time that the step must take.
     """
     graph = as_taken(graph)
     row_sets = row_sets_of(graph)
@@ -210,7 +219,7 @@ def work_of(graph: Graph) -> Work:
 
 
 def _product(shape: Shape, x: Node, weights: Iterable[Node]) -> Product:
-    """A product of rows by weights, each as it is stored."""
+    """A product of rows by weights, with the bytes that their storage saves."""
     spared = 0
     for weight in weights:
         stored = stored_of(weight)
@@ -225,10 +234,14 @@ def _bytes(node: Node) -> int:
 
 
 def _least(product: Product, dtype: torch.dtype, rows: int, device: Device) -> float:
-    """Seconds of a product at least. By a quantised weight it is that by the weight as it was, without the time to read
-    what is not stored, and not below the time to read what is. Of rows in 8 bits as well, it is the share of it that a
-    byte is of the dtype, as matrix units multiply so many times as many numbers of a byte, and not below the time to
-    read weight and rows and to write the result.
+    """Least seconds of a product, from the measured time of the unquantised product.
+
+    A quantised weight saves the time to read the bytes that it does not store. The result is at least the time to read
+    the stored bytes.
+
+    With rows in 8 bits as well, the measured time is divided by the dtype's size in bytes, as matrix units multiply
+    that many times more numbers of one byte. The result is then at least the time to read weight and rows and to write
+    the product.
     """
     shape, less = product.shape, float(product.spared)
     seconds = device.product(shape, dtype, rows)
@@ -249,7 +262,7 @@ def _least(product: Product, dtype: torch.dtype, rows: int, device: Device) -> f
 
 
 def _reading(attention: Node) -> Reading:
-    """What a dgraph::paged_attention reads, from its arguments: heads and their size may be others in each layer."""
+    """The bytes of a dgraph::paged_attention, from its arguments, as head counts and sizes may differ by layer."""
     op, args = OPS["paged_attention"], args_of(attention)
     caches = [node for node in op.values([*op.scales, *op.scales.values()], args) if node is not None]
     keys = sum(math.prod(node.meta["val"].shape[2:]) * node.meta["val"].dtype.itemsize for node in caches)
@@ -264,7 +277,7 @@ def _mixture(node: Node) -> Mixture:
 
 
 def _on_listed(node: Node) -> bool:
-    """Whether a linear layer, or experts, run on rows that are listed, and these are no row set of their own."""
+    """True if a linear layer or experts run on listed rows that are not a row set of their own."""
     op, args = op_of(node.target), args_of(node)
     if (linear := linear_of(node)) is not None and linear.count is not None:
         part = linear.count
@@ -281,7 +294,7 @@ class Device:
     """Times measured once per process: products by shape and row count, and copy bandwidth.
 
     Attributes:
-        device: where.
+        device: the device that is timed.
         samples: row counts that are timed per shape; between them times are interpolated.
     """
 
@@ -296,12 +309,12 @@ class Device:
         if not self._bandwidth:
             source = torch.ones(1 << (28 if self.device.type == "cuda" else 22), device=self.device)
             target = torch.empty_like(source)
-            # A kernel: inside a graph, a plain copy goes to a copy engine, which is slower.
+            # Timed with a kernel, as a plain copy inside a graph goes to a copy engine, which is slower.
             self._bandwidth = 2 * 4 * source.numel() / self.seconds([partial(torch.neg, source, out=target)] * 2)
         return self._bandwidth
 
     def measure(self, shape: Shape, dtype: torch.dtype, counts: Iterable[int]) -> None:
-        """Time a product at a handful of the given row counts, the extremes among them."""
+        """Time a product at up to `samples` of the given row counts, the extremes among them."""
         wanted = sorted({c for c in counts if c > 0})
         if not wanted:
             return
@@ -315,7 +328,7 @@ class Device:
             known[rows] = self.seconds(calls(rows), settle=STAY if i else SETTLE)
 
     def product(self, shape: Shape, dtype: torch.dtype, rows: int) -> float:
-        """Seconds of one product, from what was measured; 0 without rows."""
+        """Seconds of one product, interpolated between the measured row counts; 0 without rows."""
         if rows <= 0:
             return 0.0
         known = self._times[shape, dtype]
@@ -329,8 +342,9 @@ class Device:
 
     @torch.no_grad()
     def seconds(self, calls: Sequence[Callable[[], Any]], runs: int = 9, settle: float = 0.0) -> float:
-        """Seconds of one call, the median over runs of all of them in a row; on a GPU as a CUDA graph, after `settle`
-        seconds of the same.
+        """Seconds of one call, the median over runs of all calls in a row.
+
+        On a GPU a run is a replay of a CUDA graph of the calls, after `settle` seconds of the same load.
         """
         if self.device.type != "cuda":
             calls[0]()
@@ -366,6 +380,6 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
 
 
 def _sum_of(product: Product, dtype: torch.dtype, rows: Sequence[int], device: Device) -> float:
-    """Seconds of a product at least, on each of those row counts once."""
+    """Least seconds of a product, summed over row counts."""
     device.measure(product.shape, dtype, rows)
     return sum(_least(product, dtype, r, device) for r in rows)

@@ -1,4 +1,4 @@
-"""What is measured: a model, its prompts, and how tokens are committed."""
+"""The workload of a measurement: a model, its prompts, and the rule that commits tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Load:
 
     Attributes:
         prompts: ids per prompt.
-        decoding: how they are continued: new tokens per prompt, and how these are committed (steps per block, a
-            confidence threshold, or the policy of a trace).
-        trace: what the policy is from; None without one.
+        decoding: new tokens per prompt, and the rule that commits them (steps per block, a confidence threshold, or the
+            policy of a trace).
+        trace: the trace of that policy; None without one.
     """
 
     prompts: list[list[int]]
@@ -39,12 +39,12 @@ class Load:
 
     @property
     def positions(self) -> int:
-        """Of the KV cache, all sequences together."""
+        """Positions of the KV cache, over all sequences."""
         return sum(len(p) + self.tokens for p in self.prompts)
 
 
 def prompts_of(model: Model, lengths: list[int], seed: int = 0) -> list[list[int]]:
-    """Prompts of random ids that are none of the model's special ones."""
+    """Prompts of random ids below 10,000, without the model's special ones. lengths: tokens of each."""
     special = {model.spec.mask_id, model.spec.pad_id, *model.spec.eos_ids}
     draw = random.Random(f"prompts {seed}")
     ids = [i for i in range(min(model.spec.vocab, 10_000)) if i not in special]
@@ -64,7 +64,7 @@ def shape_of(
     Raises:
         UnknownName: no such shape.
     """
-    # Found by name, as no family: what is here is dgraph's own, and measuring is all that it is for.
+    # Imported by name and not as a family: these shapes are dgraph's own, and serve measurements alone.
     shapes = importlib.import_module("dgraph.models.shapes")
     changes: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     if block is not None:
@@ -82,10 +82,12 @@ def named(
     opened: bool = False,
     **facts: Any,
 ) -> Model:
-    """An embedded model or a checkpoint folder, with its own weights or with random ones, which are made whole;
-    `opened` and facts as for `dgraph.load`.
+    """Load an embedded model or a checkpoint folder, with its own weights or with random ones.
+
+    `opened` and facts are those of `dgraph.load`; random weights are never opened, but made whole.
 
     Raises:
+        InputError: random weights for a model whose weights come quantised.
         UnknownName, CheckpointError: as `dgraph.load`.
     """
     model = load_model(name, dtype, device, opened=opened and not random_weights, **facts)
@@ -105,5 +107,5 @@ def named(
 
 
 def endless(model: Model) -> Model:
-    """The same model, in which no token ends a response: every arm decodes as many tokens."""
+    """The same model without stop tokens, so that every arm decodes the same number of tokens."""
     return replace(model, spec=replace(model.spec, eos_ids=()))

@@ -1,4 +1,4 @@
-"""One arm: built, warmed up, counted, timed, and on a GPU profiled."""
+"""Measurement of one arm: build, warm-up, timed runs, row counts, and on a GPU a profile."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 class Memory:
     """Bytes on the device.
 
-    weights: of the model, stacked ones once; kv: of what the prompts and their new tokens keep, in whole pages; peak:
-    most that was allocated at a time, None on a CPU; reserved: most that the allocator held, graphs included, None on a
-    CPU.
+    Attributes:
+        weights: weights of the model, stacked ones once.
+        kv: keys, values and other cached tensors of the prompts and their new tokens, in whole pages.
+        peak: most that was allocated at a time; None on a CPU.
+        reserved: most that the allocator held, graphs included; None on a CPU.
     """
 
     weights: int
@@ -44,7 +46,7 @@ class Memory:
 
     @property
     def other(self) -> int | None:
-        """Activations, logits, state and graphs: what is reserved for neither weights nor KV."""
+        """Reserved bytes beside weights and KV: activations, logits, state and graphs; None on a CPU."""
         return None if self.reserved is None else max(0, self.reserved - self.weights - self.kv)
 
     def to_json(self) -> dict[str, int | None]:
@@ -60,22 +62,22 @@ class Memory:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an arm did.
+    """Measurements of one arm.
 
     Attributes:
-        label: of the arm.
-        steps: of the decode loop, per run.
-        step: seconds per step, the median over runs of a run's mean; the prefill is not in it.
-        median: seconds of the middle step of all runs: one without a refresh, where fewer than half of them have one.
-        spread: slowest run over fastest.
-        stats: of the last run.
-        counts: what each step ran on.
-        committed: tokens committed per step, all sequences together.
+        label: label of the arm.
+        steps: steps of the decode loop, per run.
+        step: seconds per step, the median over runs of a run's mean, without the prefill.
+        median: seconds of the median step over all runs: one without a refresh, if fewer than half of them have one.
+        spread: time of the slowest run over that of the fastest.
+        stats: statistics of the last run.
+        counts: row counts of each step.
+        committed: tokens committed per step, over all sequences.
         built: seconds to capture, rewrite and compile.
-        graphs: CUDA graphs of stages that were captured; None where there are none.
+        graphs: number of recorded CUDA graphs of stages; None if stages are not replayed as graphs.
         floor: seconds per step that the products and attention alone take.
-        memory: on the device.
-        profile: of a few steps; None on a CPU.
+        memory: bytes on the device.
+        profile: profile of a few steps; None on a CPU.
     """
 
     label: str
@@ -94,16 +96,16 @@ class Measured:
 
     @property
     def tokens_per_second(self) -> float:
-        """Committed tokens over the time of the decode loop."""
+        """Committed tokens per second of the decode loop."""
         return self.stats.decoded / (self.step * self.steps)
 
     @property
     def ratio(self) -> float:
-        """Measured over floor."""
+        """Measured time over the floor."""
         return self.step / self.floor.total
 
     def stage_ms(self) -> dict[str, float]:
-        """Milliseconds per step by stage as the host observed them, prefill left out."""
+        """Milliseconds per step by stage as the host measured them, without the prefill."""
         return {name: 1e3 * s / self.steps for name, s in self.stats.seconds.items() if name != "prefill"}
 
     def to_json(self) -> dict[str, Any]:
@@ -132,10 +134,15 @@ class Measured:
 
 @dataclass
 class Counter:
-    """An observer that counts the rows of each step.
+    """Observer that counts the rows of each step.
 
-    evicts: whether the step program does. masked: whether its last layer runs on masked rows alone. windows: that its
-    layers see, 0 for all positions. hides: whether kept rows see nothing after the last of them.
+    Attributes:
+        evicts: True if the step program evicts rows.
+        masked: True if its last layer runs on masked rows alone.
+        windows: windows of its layers in positions; 0 for all positions.
+        hides: True if kept rows see no position after the last kept one.
+        counts: row counts of each step.
+        committed: tokens committed per step, over all sequences.
     """
 
     evicts: bool
@@ -147,7 +154,7 @@ class Counter:
 
     @classmethod
     def of(cls, optimized: Optimized, work: Work) -> Counter:
-        """For a program whose steps do that work."""
+        """Make an observer for a program whose steps do that work."""
         return cls(evicts(optimized), work.masked, work.windows, work.hides)
 
     def __call__(self, record: StepRecord) -> None:
@@ -168,8 +175,10 @@ class Counter:
 
     @staticmethod
     def _keys(record: StepRecord, live: Tensor, limit: Tensor, window: int) -> int:
-        """Positions that attention of the live rows reads: up to the largest limit of a sequence, where there is a
-        window from the first position on that one of its rows sees.
+        """Positions that attention of the live rows reads.
+
+        A sequence is read up to its largest limit. With a window it is read from the first position that one of its
+        rows sees; without one, from the beginning.
         """
         sequence, end = record.sequence[live], limit[live]
         if not window:
@@ -181,43 +190,43 @@ class Counter:
 
 
 def _largest(sequence: Tensor, value: Tensor) -> Tensor:
-    """i64[S]: the largest value of each sequence, 0 of one without rows."""
+    """i64[S], the largest value of each sequence; 0 for a sequence without rows."""
     size = int(sequence.max()) + 1 if len(sequence) else 0
     return torch.zeros(size, dtype=torch.int64).scatter_reduce_(0, sequence, value.long(), "amax")
 
 
 @dataclass
 class Clock:
-    """A progress callback that notes when each step began; the first call is after the prefill."""
+    """Progress callback that records when each step began; the first call is after the prefill."""
 
     times: list[float] = field(default_factory=list)
     tell: Callable[[Progress], None] | None = None
 
     def __call__(self, progress: Progress) -> None:
-        """Note the time."""
+        """Record the time."""
         self.times.append(time.perf_counter())
         if self.tell is not None:
             self.tell(progress)
 
     @property
     def steps(self) -> int:
-        """Steps that are over."""
+        """The number of steps that are over; at least 1."""
         return max(1, len(self.times) - 1)
 
     @property
     def seconds(self) -> float:
-        """Of all of them together."""
+        """Seconds of all steps together."""
         return self.times[-1] - self.times[0]
 
     @property
     def each(self) -> list[float]:
-        """Seconds of each of them."""
+        """Seconds of each step."""
         return [after - before for before, after in pairwise(self.times)] or [0.0]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """How arms are measured; see the options of `dgraph bench`."""
+    """Settings of a measurement, and the function that measures an arm; see the options of `dgraph bench`."""
 
     model: Model
     load: Load
@@ -233,8 +242,8 @@ class Bench:
         """Measure one arm.
 
         Args:
-            arm: what to run.
-            tell: called with what is being done.
+            arm: the arm to run.
+            tell: called with a text for each thing that is done.
 
         Raises:
             DgraphError: an arm that cannot be built or run.
@@ -258,7 +267,7 @@ class Bench:
         )
         built = time.perf_counter() - begin
         if optimized.transitions is not None:
-            optimized.transitions.often = 0  # compile at once: what is measured is a long run
+            optimized.transitions.often = 0  # compile at once, as a long run would
         tell("warming up")
         self._generate(optimized)  # compiles, and captures every bucket that it meets
         runs = []

@@ -1,4 +1,4 @@
-"""The products of matrices of a step, as calls on random values that read their weights from memory."""
+"""The matrix products of a step, as calls on random values that read their weights from memory and not from a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from dgraph.ops.experts import can_group, multiply_groups
 
 
 class Mixture(NamedTuple):
-    """Sizes of a mixture of experts: how many there are, how many a row goes to, of a row, within an expert."""
+    """Sizes of a mixture of experts.
+
+    Attributes:
+        experts: number of experts.
+        chosen: experts per row.
+        hidden: size of a row.
+        inner: size within an expert.
+    """
 
     experts: int
     chosen: int
@@ -23,19 +30,19 @@ class Mixture(NamedTuple):
 
 
 Linear = tuple[int, int]
-"""Of a linear layer's weight: outputs, inputs."""
+"""Shape of a linear layer's weight: outputs, inputs."""
 Shape = Linear | Mixture
 
 Calls = list[Callable[[], Any]]
 MOST = 64
-"""Calls at most."""
+"""Most calls that read distinct weights."""
 
 
 def calls_of(shape: Shape, dtype: torch.dtype, device: torch.device, cold: float) -> Callable[[int], Calls]:
-    """A function that takes a row count and gives calls of one product each, two or more.
+    """A function that takes a row count and gives two or more calls of one product each.
 
-    All of them in turn read weights of `cold` bytes or more, unless that takes more than `MOST`: give several times
-    the size of a cache, and no call finds its weights there.
+    Together they read weights of `cold` bytes or more, unless that takes more than `MOST` calls. With several times the
+    size of a cache for `cold`, no call finds its weights in the cache.
     """
     draw = partial(torch.randn, dtype=dtype, device=device)
     if isinstance(shape, Mixture):
@@ -51,7 +58,7 @@ def calls_of(shape: Shape, dtype: torch.dtype, device: torch.device, cold: float
 
 
 def _calls_of_mixture(shape: Mixture, draw: Callable[..., Tensor], cold: float) -> Callable[[int], Calls]:
-    """Each call has a routing of its own, so that few rows, too, find few of their experts in a cache."""
+    """Calls of a mixture, each with its own routing: so even a few rows find few of their experts in a cache."""
     experts, chosen, hidden, inner = shape
     size = 3 * hidden * inner * draw(0).element_size()
     sets = _as_many(cold, experts * size)
@@ -67,13 +74,13 @@ def _calls_of_mixture(shape: Mixture, draw: Callable[..., Tensor], cold: float) 
 
 
 def routed(shape: Mixture, rows: int, device: torch.device) -> Tensor:
-    """i32[experts]: where the rows of each expert end, if every row goes to distinct experts at random."""
+    """i32[experts], the end of each expert's rows if every row goes to distinct experts at random."""
     choice = torch.rand((rows, shape.experts), device=device).topk(shape.chosen).indices
     return choice.flatten().bincount(minlength=shape.experts).cumsum(0).int()
 
 
 def _as_many(cold: float, size: int) -> int:
-    """How many of `size` bytes take `cold` bytes."""
+    """The number of weights of `size` bytes that take more than `cold` bytes; at least 1 and at most `MOST`."""
     return max(1, min(MOST, int(cold / size) + 1))
 
 
@@ -82,7 +89,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _grouped(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Any]:
-    """Both products of dgraph::experts, on a GPU by the kernels that it takes."""
+    """Both products of dgraph::experts; on a GPU by its own kernels."""
     multiply = multiply_groups
     if x.is_cuda:
         from dgraph.ops.triton.experts import multiply_plain as multiply
@@ -95,7 +102,7 @@ def _grouped(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Te
 
 
 def _one_by_one(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Tensor) -> Callable[[], Any]:
-    """The same, expert by expert, for what cannot be grouped."""
+    """Both products expert by expert, for tensors that cannot be grouped."""
     bounds = [0, *ends.tolist()]
     parts = [(e, slice(bounds[e], bounds[e + 1])) for e in range(len(ends)) if bounds[e] < bounds[e + 1]]
 

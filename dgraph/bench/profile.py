@@ -1,4 +1,4 @@
-"""Where a GPU's time goes in a few steps, from the profiler: by group of kernels, by stage, and idle."""
+"""GPU time of a few steps, from the profiler: by group of kernels, by stage, and idle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KERNELS: dict[str, frozenset[str]] = {
 """dgraph's own kernels by group."""
 
 SUMS = "_add_up"
-"""Adds up the parts of whichever of attention, selection and product ran before it."""
+"""Kernel that adds up the parts of the attention, selection or product that ran before it."""
 
 CUT = "_list_kept"
 """The kernel after which the next stage begins."""
@@ -50,7 +50,7 @@ PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("regions", re.compile(r"^triton_")),
     ("copies", re.compile(r"^mem(cpy|set)", re.IGNORECASE)),
 )
-"""Other kernels by their name; what matches none is the transition between steps, "state"."""
+"""Patterns of other kernels' names by group; a kernel that matches none is the transition between steps, "state"."""
 
 SYNCHRONISING = frozenset({"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"})
 
@@ -66,13 +66,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Spent:
-    """What the kernels of a name take of a step.
+    """Time of a step that the kernels of one name take.
 
     Attributes:
-        name: theirs.
-        group: theirs; of those in several, the one that took longest.
-        calls: per step.
-        ms: milliseconds per step, of all together.
+        name: the kernels' name.
+        group: their group; if they are in several, the one that took longest.
+        calls: calls per step.
+        ms: milliseconds per step, of all calls together.
     """
 
     name: str
@@ -83,13 +83,14 @@ class Spent:
 
 @dataclass(frozen=True)
 class Profile:
-    """A few steps on a GPU.
+    """Profile of a few steps on a GPU.
 
     Attributes:
-        steps: how many.
-        kernels: what each took, the longest first.
+        steps: number of steps.
+        kernels: time per kernel name, the longest first.
         groups: milliseconds per step by group of kernels; "idle" is the rest of the time.
-        stages: the same by stage of the program, and "state" between two steps; empty if it cannot be told.
+        stages: milliseconds per step by stage of the program, and "state" between two steps; empty if a step's end
+            cannot be recognised.
         host_reads: copies from the device to the host per step.
         waits: calls per step in which the host waited for the device.
         launches: kernels per step.
@@ -117,9 +118,9 @@ class Profile:
 
 
 class StepProfiler:
-    """A progress callback that profiles steps `skip` .. `skip + steps - 1` of a generation and then ends it.
+    """Progress callback that profiles steps `skip` .. `skip + steps - 1` of a generation and then ends it.
 
-    Ends it by raising `Enough`: the session gives its pages back as after any error.
+    It ends the generation by raising `Enough`: the session gives its pages back as after any error.
     """
 
     def __init__(self, skip: int, steps: int):
@@ -131,7 +132,7 @@ class StepProfiler:
         self._running = False
 
     def __call__(self, progress: Any) -> None:
-        """Called before every step, when the one before is over."""
+        """Start or end the profile. Called before every step, when the one before is over."""
         if self._calls == self.skip:
             torch.cuda.synchronize()
             self.profiler.start()
@@ -149,7 +150,7 @@ class StepProfiler:
             self._running = False
 
     def result(self, stages: Sequence[str]) -> Profile:
-        """What was seen; stages: names of the program's."""
+        """The profile of the steps that ran. stages: names of the program's stages."""
         kernels, waits, reads = [], 0, 0
         for event in self.profiler.events() or ():
             if event.device_type == torch.autograd.DeviceType.CUDA:
@@ -163,17 +164,17 @@ class StepProfiler:
 
 
 class Enough(Exception):
-    """The profile has all the steps it wants: how its callback ends a generation."""
+    """Raised by the callback to end a generation when all steps are profiled."""
 
 
 def profiled(generate: Callable[[StepProfiler], Any], total: int, steps: int, stages: Sequence[str]) -> Profile:
-    """A profile of so many steps in the middle of a generation, half of its steps at most.
+    """Profile steps in the middle of a generation, half of its steps at most.
 
     Args:
-        generate: runs it with a progress callback.
-        total: its steps.
-        steps: to profile.
-        stages: names of the step program's.
+        generate: runs the generation with a progress callback.
+        total: steps of the generation.
+        steps: steps to profile.
+        stages: names of the step program's stages.
     """
     count = min(steps, max(1, total // 2))
     profiler = StepProfiler((total - count) // 2, count)
@@ -222,8 +223,9 @@ def summarise(kernels: Sequence[Kernel], steps: int, stages: Sequence[str], read
 
 
 def groups_of(names: Sequence[str]) -> list[str]:
-    """The group of each kernel, in the order in which they ran; products before the LM head's reduction are its
-    own.
+    """The group of each kernel, in the order in which they ran.
+
+    Products right before the LM head's reduction belong to the LM head.
     """
     labels = [_group(name) for name in names]
     for i, name in enumerate(names):
@@ -249,8 +251,11 @@ def _group(name: str) -> str:
 
 
 def stages_of(names: Sequence[str], labels: Sequence[str], stages: Sequence[str]) -> list[str]:
-    """The stage of each kernel: a step begins with the first that is none of the transition's, and ends with the LM
-    head; the cut is where rows are listed. Empty for programs without our LM head, whose end cannot be told.
+    """The stage of each kernel.
+
+    A step begins with the first kernel that does not belong to the transition, and ends with the LM head. The cut
+    between stages is the kernel that lists rows. The result is empty for programs without dgraph's LM head, as their
+    end cannot be recognised.
     """
     if "LM head" not in labels:
         return []
@@ -267,7 +272,7 @@ def stages_of(names: Sequence[str], labels: Sequence[str], stages: Sequence[str]
 
 
 def idle(ordered: Sequence[Kernel]) -> float:
-    """Microseconds between the first start and the last end in which nothing ran."""
+    """Microseconds between the first start and the last end in which no kernel ran."""
     total, reached = 0.0, ordered[0].start if ordered else 0.0
     for kernel in ordered:
         total += max(0.0, kernel.start - reached)

@@ -1,4 +1,4 @@
-"""Recording: a model's own block histories as a trace."""
+"""Recording of a model's own block histories as a trace."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dgraph.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace, and what the generation that it is from did.
+    """A trace, and statistics of the generation that it is from.
 
     Attributes:
-        trace: of whole blocks: those that no prompt began and in which no response ended.
-        dropped: blocks that were left out.
-        stats: of the generation, all blocks included.
+        trace: the trace of whole blocks: those that no prompt began and in which no response ended.
+        dropped: number of blocks that were left out.
+        stats: statistics of the generation, all blocks included.
     """
 
     trace: Trace
@@ -38,16 +38,18 @@ class Recorded:
 
 @dataclass
 class Histories:
-    """An observer that collects block histories.
+    """Observer that collects block histories.
 
-    Where the forward of a finished block predicts the first token of the next one, that token is in the first step of
-    the history, in which it is kept: a block that begins with it leaves it out (see `Script`), and one that begins all
-    masked commits it with the others. The forward itself is no step of a history, but the commit of the block before.
+    In some models the forward of a finished block predicts the first token of the next one. That token is then in the
+    first step of the history, in which it is kept. A block that begins with it leaves it out (see `Script`), and one
+    that begins all masked commits it with the others. The forward itself is the commit of the block before, and no step
+    of a history.
 
     Attributes:
-        spec: the model.
-        evicts: whether a step keeps only some of its rows.
-        begun: per (prompt, start of block) the steps so far, and whether the block counts.
+        spec: the model's spec.
+        evicts: True if a step keeps only some of its rows.
+        begun: steps so far by (prompt, start of block).
+        partial: keys of blocks that a prompt began or in which a response ended; they are left out.
     """
 
     spec: ModelSpec
@@ -82,10 +84,10 @@ class Histories:
 
 
 def text_prompts(name: str, count: int) -> list[str]:
-    """The first held-out prompts without one right answer that an embedded model comes with: passages, dialogues.
+    """The first `count` held-out prompts of an embedded model without one right answer: passages, dialogues.
 
     Raises:
-        InputError: it comes with none.
+        InputError: the model comes with no held-out prompts.
     """
     known = embedded()
     file = known[name].folder / "held_out.jsonl" if name in known else None
@@ -107,21 +109,21 @@ def record(
     weights: str | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Recorded:
-    """Decode prompts under a recipe and keep what each block did.
+    """Decode prompts under a recipe and record the history of each block.
 
     Args:
-        model: what to run.
+        model: the model to run.
         prompts: texts.
         recipe, options: the method; one that evicts rows gives kept columns.
-        decoding: how they are continued.
+        decoding: decoding settings of the prompts; None for the defaults.
         max_batch: prompts per batch.
         backend: "inductor" or "eager".
-        weights: how they are stored, as for `optimize`.
-        tell: called with what is being done.
+        weights: storage of the weights, as for `optimize`.
+        tell: called with a text for each thing that is done.
 
     Raises:
-        InputError: a setting that cannot be used, a model or a policy that commits no token once and for good, or no
-            block was decoded as a whole.
+        InputError: a setting that cannot be used, or no block was decoded as a whole. Also a model or a policy that
+            does not commit each token once and for good.
     """
     tell, chosen = tell or (lambda what: None), decoding or Decoding()
     if reason := obstacle(model.spec, chosen.rule):
@@ -146,7 +148,7 @@ def record(
 
 
 def obstacle(spec: ModelSpec, policy: Policy) -> str:
-    """Why no trace says how such a model decodes by such a policy; "" if one does."""
+    """The reason why a trace cannot describe a model's decoding by a policy; "" if it can."""
     if spec.noise == "uniform":
         return f"{spec.family} draws its canvas anew in every step (noise='uniform'); record one with a mask token"
     named = type(policy).__name__
@@ -158,12 +160,12 @@ def obstacle(spec: ModelSpec, policy: Policy) -> str:
 
 
 def evicts(optimized: Optimized) -> bool:
-    """Whether the program of a step keeps only some of its rows."""
+    """True if the step program keeps only some of its rows."""
     return "kept" in optimized.graph("step").outputs
 
 
 def report(recorded: Recorded) -> dict[str, Any]:
-    """What was recorded, as plain values."""
+    """A recording as plain values, with its redundancies."""
     trace, rows = recorded.trace, recorded.trace.redundancy()
     return {
         "source": trace.source,

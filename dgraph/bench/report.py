@@ -1,4 +1,4 @@
-"""What was measured, as tables, JSON and a plot."""
+"""Reports of measured arms: tables, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = (
 )  # fmt: skip
 
 MOST, LEAST, WIDEST = 12, 0.02, 60
-"""Kernels of an arm that a table shows, the least share of the device's time of one of them, letters of its name."""
+"""Limits of the kernels in a table: most kernels of an arm, least share of its device time, most letters of a name."""
 
 
 def number(value: float | None, unit: float = 1.0) -> str:
@@ -59,7 +59,7 @@ def steps_table(done: Sequence[Measured]) -> Table:
 
 
 def stages_table(done: Sequence[Measured]) -> Table:
-    """Milliseconds per step: stages as host and device saw them, and the floor by part."""
+    """Milliseconds per step: stages as host and device measured them, and the floor by part."""
     rows: list[tuple[str, ...]] = []
     for m in done:
         parts = {f"{name} (host)": ms for name, ms in m.stage_ms().items()}
@@ -81,7 +81,7 @@ def groups_table(done: Sequence[Measured]) -> Table:
 
 
 def kernels_table(done: Sequence[Measured]) -> Table:
-    """The kernels that a step of each arm spends most of its time in, on a GPU."""
+    """The kernels that take most of the time of each arm's steps; no rows on a CPU."""
     rows: list[tuple[str, ...]] = []
     for m in done:
         if m.profile is not None:
@@ -95,7 +95,7 @@ def kernels_table(done: Sequence[Measured]) -> Table:
 
 
 def memory_table(done: Sequence[Measured]) -> Table:
-    """GB on the device."""
+    """GB on the device by use, a row per arm."""
     rows = [
         (m.label, *(number(x, 1e9) for x in (m.memory.weights, m.memory.kv, m.memory.other, m.memory.peak)))
         for m in done
@@ -104,13 +104,13 @@ def memory_table(done: Sequence[Measured]) -> Table:
 
 
 def tables(done: Sequence[Measured]) -> list[Table]:
-    """All that have rows."""
+    """All tables that have rows."""
     found = [steps_table(done), stages_table(done), groups_table(done), kernels_table(done), memory_table(done)]
     return [(titles, rows) for titles, rows in found if rows]
 
 
 def to_json(done: Sequence[Measured], failed: dict[str, str], setting: dict[str, Any]) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """Settings, arms and failures as plain values."""
     return {"setting": setting, "arms": [m.to_json() for m in done], "failed": failed}
 
 
@@ -129,7 +129,7 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse now a plot that could not be drawn after all the work.
+    """Refuse a plot that cannot be drawn, before the work whose results it shows.
 
     Raises:
         InputError: matplotlib is not installed, or draws no files of the path's suffix.
@@ -144,7 +144,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(done: Sequence[Measured], path: Path, title: str) -> None:
-    """Draw time per step over its floor, and the rows of the last stage from step to step.
+    """Draw time per step with its floor, and the rows of the last stage from step to step.
 
     Raises:
         InputError: as `check_plot`, or the file cannot be written.

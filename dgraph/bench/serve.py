@@ -1,4 +1,4 @@
-"""An engine under load, in the process itself: requests that come on the clock, or from clients that each wait."""
+"""An engine under load in this process: requests at given times, or from clients that wait for each response."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ WARM_UP = 0.1
 
 @dataclass(frozen=True)
 class ServedLoad:
-    """What an engine did under a load.
+    """Measurements of an engine under a load.
 
     Attributes:
-        policy: of its scheduler.
-        clients: of a closed loop, each with one request at a time; 0 in an open one.
+        policy: policy of its scheduler.
+        clients: clients of a closed loop, each with one request at a time; 0 in an open loop.
         offered: requests per second that came in an open loop; None in a closed one.
         steady: requests per second that ended while new ones came.
-        summary: of the requests' times, from when they were due. Steps that the engine was late to take a request in
-            count as its latency.
+        summary: summary of the requests' times, from when they were due. If the engine takes a request late, the delay
+            counts as its latency.
         refresh_rows: rows of prompts and refreshes that were forwarded.
-        preempted: how often a request gave way because pages ran out.
+        preempted: number of times that a request gave way because pages ran out.
         prefix_hit_rate: share of the prompts' tokens that were in the prefix cache.
-        stats: of the engine since it began; its fill of the budget and longest wait are those of the load if it had no
-            other.
-        served: requests, by their place in the load.
+        stats: statistics of the engine since it began. Its fill of the budget and longest wait are those of the load if
+            it had no other load.
+        served: times of the requests, by their place in the load.
     """
 
     policy: str
@@ -57,12 +57,13 @@ class ServedLoad:
 
     @property
     def refresh_rows_per_second(self) -> float:
-        """Of prompts and refreshes."""
+        """Forwarded rows of prompts and refreshes per second."""
         return self.refresh_rows / self.summary.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; of the requests one by one [arrived, admitted, first, ended, tokens, requeued], in seconds
-        since the first was due.
+        """Plain values, with a list [arrived, admitted, first, ended, tokens, requeued] for each request.
+
+        Its times are seconds since the first request arrived, which in an open loop is when it was due.
         """
         begin = min(s.arrived for s in self.served)
         requests = [
@@ -85,21 +86,23 @@ def serve_load(
     limit: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ServedLoad:
-    """Give requests to an engine as they come, wait for all of them, and say how they fared.
+    """Give requests to an engine as they come, wait for all of them, and measure them.
 
     Args:
-        engine: an open one. Two loads on one engine are told apart except in its fill and longest wait (see
+        engine: an open engine. Two loads on one engine are told apart except in its fill and longest wait (see
             `ServedLoad`), so a new one for each is best.
         requests: by order of arrival; seconds from now, tokens, and priorities.
-        prompts: ids of each, as many as it says.
-        decoding: how all of them are decoded, except for how many tokens.
-        clients: a closed loop: so many requests are there at any time, the next one comes when one has ended, and
-            their arrivals are not looked at. 0 for an open one.
+        prompts: ids of each request's prompt.
+        decoding: decoding settings of all requests; `max_new_tokens` is each request's own.
+        clients: number of requests in a closed loop. There are always as many, the next one comes when one has ended,
+            and arrival times are not read. 0 for an open loop.
         warm_up: share of the requests, the first to come, that latencies leave out.
         limit: seconds of latency within which a request counts towards goodput.
         progress: called with (requests that ended, requests in all).
 
-    Raises what `Engine.submit` does, and the first error of a request; the others are cancelled then.
+    Raises:
+        InputError: no requests, or not one prompt for each; also as `Engine.submit` raises it.
+        Exception: the first error of a request; the other requests are then cancelled.
     """
     if not requests or len(requests) != len(prompts):
         raise InputError(
@@ -108,7 +111,7 @@ def serve_load(
     chosen, before, begin = decoding or Decoding(), engine.stats, engine.clock()
     ended: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
     served: list[Served | None] = [None] * len(requests)
-    names: dict[int, str] = {}  # of those that are there, by their place
+    names: dict[int, str] = {}  # ids of the requests in the engine, by their place in the load
     count = done = 0
     try:
         while done < len(requests):
@@ -178,13 +181,14 @@ def _told(
 
 
 def steady(served: Sequence[Served], clients: int, warm_up: float = WARM_UP) -> float | None:
-    """Requests per second that end while new ones come: without the time in which the slots fill, and that in which
-    they empty. None where these are all there is.
+    """Requests per second that end while new ones come.
+
+    The time in which the slots fill and that in which they empty are left out. None if no request ends between them.
 
     Args:
-        served: at least one.
-        clients: whose first requests are left out.
-        warm_up: share of the requests that is left out at least.
+        served: at least one request.
+        clients: clients of a closed loop, whose first requests are left out.
+        warm_up: least share of the requests that is left out.
     """
     came = sorted(s.arrived for s in served)
     first = min(max(clients, int(warm_up * len(came))), len(came) - 1)
@@ -194,10 +198,13 @@ def steady(served: Sequence[Served], clients: int, warm_up: float = WARM_UP) -> 
 
 
 def cut(requests: Sequence[Request], tokens: int) -> tuple[list[Request], int]:
-    """The requests with prompts that leave their responses room in so many positions; how many were shortened.
+    """Shorten prompts so that each request with its response fits into `tokens` positions.
+
+    Returns:
+        The requests, and the number of shortened ones.
 
     Raises:
-        InputError: a response that leaves none for a prompt.
+        InputError: a response leaves no position for a prompt.
     """
     longest = max(request.new for request in requests)
     if longest >= tokens:
@@ -210,7 +217,7 @@ def cut(requests: Sequence[Request], tokens: int) -> tuple[list[Request], int]:
 
 
 def prompts_for(model: Model, requests: Sequence[Request], shared: int = 0, seed: int = 0) -> list[list[int]]:
-    """Prompts of random ids for requests; `shared` is the number of tokens that all of them begin with."""
+    """Prompts of random ids for requests. shared: number of first tokens that all prompts have in common."""
     common = prompts_of(model, [shared], seed + 1)[0] if shared else []
     each = prompts_of(model, [request.prompt for request in requests], seed)
     return [[*common[: len(ids) - 1], *ids[len(common[: len(ids) - 1]) :]] for ids in each]
@@ -218,13 +225,15 @@ def prompts_for(model: Model, requests: Sequence[Request], shared: int = 0, seed
 
 @dataclass
 class LoadTest:
-    """One workload and one model, under load after load. Every load has an engine of its own, so that counts are of it
-    alone; what was compiled and captured for one serves the others.
+    """One workload and one model, under one load after another.
+
+    Every load has an engine of its own, so that counts are those of the load alone. Compiled programs and recorded
+    graphs are shared by all loads.
 
     Attributes:
         optimized: the model under a recipe.
         requests, prompts, decoding: as for `serve_load`.
-        settings: of the engines; each run says its policy.
+        settings: settings of the engines, except the policy, which each run gives.
         limit, warm_up: as for `serve_load`.
     """
 
@@ -241,7 +250,7 @@ class LoadTest:
         if bound is not None and bound != self.optimized.recipe.logit_rows:
             self.optimized = self.optimized.with_logit_rows(bound)  # once, not for every engine
         if self.optimized.transitions is not None:
-            self.optimized.transitions.often = 0  # compile at once: what is measured is a long run
+            self.optimized.transitions.often = 0  # compile at once, as a long run would
 
     def run(
         self,
@@ -254,18 +263,19 @@ class LoadTest:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> ServedLoad:
-        """Serve the workload once. Every rank calls it, and gets what rank 0 has measured.
+        """Serve the workload once. Every rank calls it, and gets the measurements of rank 0.
 
         Args:
-            policy: who runs.
+            policy: policy of the scheduler.
             rate: requests per second, which come as `pattern` says (see `arrivals`); None for the times of the requests
                 themselves.
-            clients: instead a closed loop of so many.
-            count: only so many requests, the first ones.
-            seed: of the arrivals.
+            pattern: pattern of the arrivals.
+            clients: clients of a closed loop, in place of a rate; 0 for an open loop.
+            count: number of requests to serve, the first ones; None for all.
+            seed: seed of the arrivals.
             progress: as for `serve_load`.
 
-        Raises what `serve_load` does.
+        Raises whatever `serve_load` raises.
         """
         chosen = list(self.requests[:count])
         if rate is not None:
@@ -296,7 +306,7 @@ class LoadTest:
         sequences: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """A closed loop over some of the requests, cut short, which compiles and records what their steps need."""
+        """Run a closed loop over some of the requests, cut short, to compile and record what their steps need."""
         brief = 2 * self.optimized.spec.block_length
         few = [replace(request, new=min(request.new, brief)) for request in self.requests[: 2 * sequences]]
         replace(self, requests=few).run(policy, clients=sequences, progress=progress)
@@ -307,5 +317,5 @@ class LoadTest:
         sequences: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> ServedLoad:
-        """A closed loop with a client for every slot. Its `steady` rate is what the engine can serve."""
+        """Run a closed loop with a client for every slot. Its `steady` rate is the engine's capacity."""
         return self.run(policy, clients=sequences, progress=progress)

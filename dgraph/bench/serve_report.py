@@ -1,4 +1,4 @@
-"""What engines did under load, as tables, JSON and a plot."""
+"""Reports of engines under load: tables, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dgraph.bench.serve import ServedLoad
 from dgraph.errors import InputError
 
 Row = tuple[str, ServedLoad]
-"""What a load is called, and what was measured under it."""
+"""Name of a load, and the measurements under it."""
 
 LATENCY = ("policy", "load", "offered/s", "served/s", "tok/s", "mean s", "p50", "p99", "sigma", "span", "good/s")
 INSIDE = ("policy", "load", "queue s", "queue p99", "first block s", "first p99", "fill", "refresh rows/s", "sat out",
           "gave way", "prefix hits")  # fmt: skip
-"""Seconds. served: requests that ended; good: those within the limit; sat out: most steps in a row that a running
-request took no part in; gave way: how often one did because pages ran out.
+"""Titles of the tables; times are seconds.
+
+served: requests that ended; good: requests within the latency limit; sat out: most steps in a row in which a running
+request took no part; gave way: number of times that a request gave way because pages ran out.
 """
 
 
@@ -32,7 +34,7 @@ def latency_table(rows: Sequence[Row]) -> Table:
 
 
 def inside_table(rows: Sequence[Row]) -> Table:
-    """Where the time went, and what the scheduler did."""
+    """Times in the queue and to the first block, and the scheduler's counts."""
     found = []
     for label, m in rows:
         s, stats = m.summary, m.stats
@@ -53,7 +55,7 @@ def inside_table(rows: Sequence[Row]) -> Table:
 
 
 def to_json(rows: Sequence[Row], setting: dict[str, Any]) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """Settings and loads as plain values."""
     return {"setting": setting, "loads": [{"load": label, **m.to_json()} for label, m in rows]}
 
 

@@ -1,13 +1,15 @@
-"""Traces: how blocks were decoded, step by step, as a file.
+"""Traces: step-by-step records of how blocks were decoded, as a file.
 
     {"format": "dgraph-trace", "version": 1, "block": 32, "source": "where it is from",
      "histories": [[{"commit": [0, 1], "keep": [0, 1, 2]}, ...], ...]}
 
-A history is one block from all masked to none. `commit` are the columns whose tokens a step commits; `keep`, which all
-steps have or none, the masked columns that were kept after the eviction, by the rows that predict them. Decoded columns
-that are forwarded once more follow from these (see `Trace.redundancy`). Of a model whose blocks begin with the token
-that the forward of the block before predicts, that token is in the first step: such a model leaves it out, and every
-other one commits it there, so that both take as many steps per block.
+A history is one block from all masked to all decoded. `commit` lists the columns whose tokens a step commits. `keep`
+lists the masked columns that were kept after the eviction, by the rows that predict them; all steps have it, or none.
+Decoded columns that are forwarded once more follow from these (see `Trace.redundancy`).
+
+In some models the forward of a block predicts the first token of the next one. That token is in the first step of the
+next block. A model of that kind leaves it out, and every other one commits it there. So both take the same number of
+steps per block.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ FORMAT, VERSION = "dgraph-trace", 1
 
 @dataclass(frozen=True)
 class Redundancy:
-    """Rows per committed token in the layers after the eviction, of blocks that are followed by another block, in a
-    model whose rows predict their own positions. (Where a row predicts the next one, it may stand both for a kept
-    column and for a decoded one that is not cached.)
+    """Rows per committed token in the layers after the eviction, of blocks that are followed by another block.
+
+    The counts are for a model whose rows predict their own positions. Rows that predict the next position would be
+    counted twice, if they stand both for a kept column and for a decoded one that is not cached.
 
     Attributes:
         dense: every row of the block in every step, and once more to commit the block.
-        kept: rows that are not evicted, with decoded rows cached as "dc+" does; a block is committed by the rows that
-            are not cached yet (recommit=False, as the engine does whose speed the paper reports). None without kept
+        kept: rows that are not evicted, with decoded rows cached as "dc+" does. A block is committed by the rows that
+            are not cached yet (recommit=False, as in the engine whose speed the paper reports). None without kept
             columns.
         recommitted: the same, but all rows of a block are forwarded once more to commit it (recommit=True).
     """
@@ -47,7 +50,7 @@ class Redundancy:
 
 @dataclass(frozen=True)
 class Trace:
-    """Block histories, and where they are from."""
+    """Block histories, and their source."""
 
     block: int
     histories: tuple[History, ...]
@@ -65,7 +68,7 @@ class Trace:
 
     @property
     def keeps(self) -> bool:
-        """Whether it says which columns are kept."""
+        """True if its steps list the kept columns."""
         return self.histories[0][0].kept is not None
 
     @property
@@ -74,11 +77,11 @@ class Trace:
         return sum(map(len, self.histories)) / len(self.histories)
 
     def script(self) -> Script:
-        """The policy that commits what the trace says."""
+        """The policy that commits the columns of the trace."""
         return Script(self.block, self.histories)
 
     def redundancy(self) -> Redundancy:
-        """Rows per token, from the columns alone."""
+        """Rows per token, computed from the columns alone."""
         tokens = self.block * len(self.histories)
         steps = sum(map(len, self.histories))
         dense = Fraction(steps * self.block, tokens) + 1
@@ -89,7 +92,7 @@ class Trace:
         return Redundancy(float(dense), float(Fraction(early + late, tokens)), float(Fraction(early, tokens) + 1))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, as they stand in a file."""
+        """The trace as plain values, in the form of a file."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -168,10 +171,10 @@ def _step_from_json(value: Any, where: str) -> BlockStep:
 
 
 def kept_rows(history: History, block: int) -> tuple[int, int]:
-    """Rows of a block in the layers after the eviction: those of its steps; those that are left to commit it with.
+    """Rows of a block in the layers after the eviction: those of its steps, and those that then commit the block.
 
-    In a step: the masked columns that are kept, and the decoded ones that are not cached. A decoded column is cached by
-    the first step in which its right neighbour was decoded, too ("dc+"; the last column has none to wait for).
+    A step has the masked columns that are kept, and the decoded ones that are not cached. A decoded column is cached by
+    the first step in which its right neighbour is decoded, too ("dc+"). The last column has no neighbour to wait for.
     """
     decoded: set[int] = set()
     pending, rows = set(range(block)), 0
@@ -188,18 +191,18 @@ def kept_rows(history: History, block: int) -> tuple[int, int]:
 def synthesise(
     block: int = 32, dense: float = 15.0, kept: float = 3.1, histories: int = 50, jump: float = 0.2, seed: int = 0
 ) -> Trace:
-    """A trace of given redundancies, exactly: `Redundancy.dense` and `Redundancy.kept`.
+    """Make a trace that has exactly the given redundancies, `Redundancy.dense` and `Redundancy.kept`.
 
     A step commits the leftmost masked columns, each time skipping one or two of them with probability `jump`; the
-    number per step varies around its mean. Kept are those, what the selection rules add, and masked columns right of
-    them, one at a time at random places, until the rows add up.
+    number per step varies around its mean. A step keeps the columns that it commits, and those that the selection rules
+    add. Masked columns to the right of them are kept, too, one at a time at random places, until the rows add up.
 
     Args:
-        block: columns.
+        block: columns of a block.
         dense, kept: rows per token; each times the tokens of the trace must be a whole number.
-        histories: blocks.
-        jump: chance that a committed column is not the leftmost masked one.
-        seed: of the draws; equal arguments give equal traces.
+        histories: number of blocks.
+        jump: probability that a committed column is not the leftmost masked one.
+        seed: seed of the draws; equal arguments give equal traces.
 
     Raises:
         InputError: redundancies that cannot be met.
@@ -235,7 +238,7 @@ def synthesise(
 
 
 def _shares(total: int, count: int, most: int, draw: random.Random) -> list[int]:
-    """`count` numbers in 1..most around their mean, of that total."""
+    """`count` numbers in 1..most that vary around their mean and sum to `total`."""
     mean = total / count
     shares = [min(most, max(1, round(draw.gauss(mean, mean / 5)))) for _ in range(count)]
     while (off := total - sum(shares)) != 0:
@@ -246,7 +249,7 @@ def _shares(total: int, count: int, most: int, draw: random.Random) -> list[int]
 
 
 def _left_to_right(block: int, steps: int, jump: float, draw: random.Random) -> History:
-    """A history of that many steps that keeps no more than it must."""
+    """A history of `steps` steps that keeps no more columns than the selection rules require."""
     cuts = sorted(draw.sample(range(1, block), steps - 1))
     counts = [b - a for a, b in zip([0, *cuts], [*cuts, block], strict=True)]
     masked, commits = list(range(block)), []
@@ -260,7 +263,7 @@ def _left_to_right(block: int, steps: int, jump: float, draw: random.Random) -> 
 
 
 def _keep_one_more(history: History, block: int, draw: random.Random) -> History:
-    """Keep the masked column right of the rightmost kept one, in one step."""
+    """Keep one more column in a random step: the first masked one to the right of all kept ones."""
     at = draw.randrange(len(history))
     masked = set(range(block)).difference(*(step.committed for step in history[:at]))
     kept = set(history[at].kept or ())
@@ -272,7 +275,7 @@ def _keep_one_more(history: History, block: int, draw: random.Random) -> History
 
 
 def _closed(history: Sequence[BlockStep], block: int) -> History:
-    """With every column kept that the selection rules add."""
+    """The history, with every column kept that the selection rules add."""
     masked, reached, found = set(range(block)), -1, []
     for step in history:
         kept = set(step.kept or ())
