@@ -239,9 +239,9 @@ def _least(product: Product, dtype: torch.dtype, rows: int, device: Device) -> f
     A quantised weight saves the time to read the bytes that it does not store. The result is at least the time to read
     the stored bytes.
 
-    With rows in 8 bits as well, the measured time is divided by the dtype's size in bytes, as matrix units multiply
-    that many times more numbers of one byte. The result is then at least the time to read weight and rows and to write
-    the product.
+    With rows in 8 bits as well, the measured time is divided by the dtype's size in bytes. Matrix units multiply that
+    many times more numbers of one byte. The result is then at least the time to read weight and rows and to write the
+    product.
     """
     shape, less = product.shape, float(product.spared)
     seconds = device.product(shape, dtype, rows)

@@ -32,8 +32,8 @@ FORMAT, VERSION = "dgraph-trace", 1
 class Redundancy:
     """Rows per committed token in the layers after the eviction, of blocks that are followed by another block.
 
-    The counts are for a model whose rows predict their own positions. Rows that predict the next position would be
-    counted twice, if they stand both for a kept column and for a decoded one that is not cached.
+    The counts are for a model whose rows predict their own positions. If rows predict the next position, one row may
+    stand both for a kept column and for a decoded one that is not cached.
 
     Attributes:
         dense: every row of the block in every step, and once more to commit the block.
