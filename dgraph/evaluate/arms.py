@@ -1,4 +1,4 @@
-"""Arms: a recipe and a decoding rule, and how sweeps make many of one."""
+"""Arms: a recipe and a decoding rule, and sweeps that make several arms of one."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Choice:
         return ", ".join(filter(None, [self.name, *(f"{key}={_text(value)}" for key, value in self.options.items())]))
 
     def without(self, key: str | None) -> Choice:
-        """The same without an option."""
+        """The same choice without an option."""
         return Choice(self.name, {k: v for k, v in self.options.items() if k != key})
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One line of a table.
+    """A recipe under a decoding rule, and one line of a table.
 
     Attributes:
-        recipe, rule: as they were asked for.
+        recipe, rule: recipe and rule by name and options, as they were asked for.
         built, policy: the recipe and the rule as values; equal ones make equal arms.
         swept: the swept options that this arm has, and their values.
-        weights: the format that weights are stored in, or the folder where they are; None: as they are.
+        weights: the format in which weights are stored, or the folder that has them; None for weights as they are.
     """
 
     recipe: Choice = field(compare=False)
@@ -89,12 +89,12 @@ def expand(
     """Every recipe under every rule, at every combination of swept options that they have.
 
     Args:
-        spec: of the model.
-        recipes, rules: what is combined.
-        sweeps: values by option of a recipe or of a rule. One that a recipe or rule has not leaves it alone.
+        spec: the model's spec.
+        recipes, rules: recipes and rules to combine.
+        sweeps: values by option of a recipe or of a rule. A recipe or rule without the option is left as it is.
         against: the recipe that others are compared with, each under its own rule, with weights as they are; None for
             no comparison.
-        weights: formats that weights are stored in, or folders, each with every recipe; None: as they are.
+        weights: formats in which weights are stored, or folders, each with every recipe; None for weights as they are.
 
     Returns:
         The arms, equal ones once, each after the one that it is compared with; and what each is compared with.
@@ -150,7 +150,7 @@ def _yielding(rule: Choice, swept: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _known(choice: Choice, of_rule: bool) -> Sequence[str]:
-    """Names of the options that it can have."""
+    """Names of the options that a choice can have."""
     if of_rule:
         return (*rule_options(choice.name), *SETTINGS) if choice.name else SHORT
     return tuple(recipe_options(builder_of(RECIPES, choice.name)))

@@ -1,4 +1,4 @@
-"""How much each layer changes the hidden states that it is given, measured once and ahead (MaskKV, section 3.3).
+"""Calibration: the change that each layer makes to its hidden states, measured once and ahead (MaskKV, section 3.3).
 
 The captured model runs on each prompt as it does in the first step of a response: the prompt, and a response that is
 masked throughout. Every row is forwarded through every layer.
@@ -36,7 +36,7 @@ from dgraph.verify import verify
 aten = torch.ops.aten
 
 DIGITS = 6
-"""Significant digits of what is measured; those after them depend on the order of sums."""
+"""Significant digits of a measurement; further ones depend on the order of sums."""
 
 
 def calibrate(
@@ -55,7 +55,7 @@ def calibrate(
 
     MaskKV, Eq. 8. Cosines are taken in fp32, and their mean over all positions of a sequence, prompt and response
     alike. The importance of a layer is the mean of that over the prompts (appendix A.1), which are run one by one.
-    Rows of a block-causal model see their own block and the earlier ones, as ever.
+    Rows of a block-causal model see their own block and the earlier ones, as in decoding.
 
         found = dgraph.calibrate("./LLaDA-8B", prompts)
         found.write("./LLaDA-8B/calibration.json")  # where `dgraph.load` finds it
@@ -67,13 +67,13 @@ def calibrate(
         prompts: texts, framed by the model's chat template. The paper takes 60, ten from each of six tasks.
         input_ids: instead of texts, ids per prompt, used as they are.
         max_new_tokens: masks after each prompt; None for a block of a block-causal model, 128 of a bidirectional one.
-        seed: what the prompts were drawn with, to be written down.
-        dtype, device: where and how to load a name or folder; see `load`.
+        seed: seed with which the prompts were drawn; it is only recorded in the result.
+        dtype, device: dtype and device of a model that is loaded by name or folder; see `load`.
         facts: fields of the spec that a model object does not know.
         progress: called with (prompts done, prompts in all).
 
     Raises:
-        InputError: no prompt, or one that cannot be used; nothing has run then.
+        InputError: no prompt, or one that cannot be used; raised before anything runs.
         CaptureError: the model cannot be captured, or its layers do not hand on one residual stream.
         UnknownName, CheckpointError: as `load`.
     """
@@ -110,7 +110,11 @@ def calibrate(
 
 
 def response_length(spec: ModelSpec) -> int:
-    """Masks after a prompt where nobody says how many: what the first step of a block-causal model sees, or 128."""
+    """Default number of masks after a prompt.
+
+    It is one block for a block-causal model, as its first step sees no more. For any other model it is 128, or the
+    positions after a prompt of one token, if these are fewer.
+    """
     return spec.block_length if spec.attention == "block_causal" else min(128, spec.max_positions - 1)
 
 
@@ -153,8 +157,8 @@ def measuring(captured: Graph) -> Graph:
 def _around(graph: Graph, layer: int) -> tuple[Node, Node]:
     """The residual stream before a layer and after it.
 
-    It is what the layer reads and hands on that has an entry of the hidden size for each row and depends on the
-    tokens. Rotary tables do not.
+    It is the value that the layer reads and hands on, has the hidden size for each row, and depends on the tokens.
+    Rotary tables do not depend on them.
     """
     of_tokens = {graph.input("input_ids")}
     for node in graph.calls:
@@ -185,7 +189,7 @@ def _name(layer: int) -> str:
 
 
 def _importance(similarity: Tensor) -> float:
-    """Of a layer for one sequence, from the cosines f32[t]; a cosine may be above 1 by rounding."""
+    """Importance of a layer for one sequence. similarity: f32[t], cosines, which may be above 1 by rounding."""
     return max(0.0, 1 - float(similarity.double().mean()))
 
 
@@ -194,7 +198,7 @@ def _rounded(value: float) -> float:
 
 
 def encoded(model: Model, prompts: Sequence[str]) -> list[list[int]]:
-    """Ids of prompts.
+    """Ids of prompts, framed by the model's chat template.
 
     Raises:
         InputError: no tokenizer, or one text instead of a list.

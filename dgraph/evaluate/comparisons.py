@@ -1,7 +1,7 @@
-"""When a response is right: how an answer is found in a text, and what it must be equal to.
+"""Comparisons of a response with the right answer: they find the answer in a text, and decide if it is right.
 
 An answer stands after the last '####'. A response without one is searched from its end, so that a model which was never
-taught the mark can be right, too; only `exact` insists on it, and `says` does not care where an answer stands.
+taught the mark can be right, too. Only `exact` insists on the mark, and `says` finds an answer anywhere.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from fractions import Fraction
 
 MARKER = "####"
-"""What stands before the final answer, where an answer shows its steps (as in GSM8K)."""
+"""Mark before the final answer of an answer that shows its steps (as in GSM8K)."""
 TOLERANCE = Fraction(1, 200)
-"""How far a number may be from an answer that is no whole number: two decimals are enough."""
+"""Largest difference of a number from an answer that is no whole number: two decimals are enough."""
 
-# A sign is one only where no number stands before it: "10-3" and "10 - 3" have no sign, "= -3" and "-$3" have one.
+# A minus is a sign only if no number stands before it: "10-3" and "10 - 3" have no sign, "= -3" and "-$3" have one.
 # Digits are grouped by commas in threes, or not at all; a comma or a full stop after them is punctuation.
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
@@ -29,7 +29,7 @@ _VERDICT = re.compile(r"\b(yes|no|true|false)\b", re.IGNORECASE)
 
 
 def exact(answer: str, text: str) -> bool:
-    """What follows the last '####' where the answer has one, the whole text otherwise.
+    """True if the final answers are equal: the text after the last '####', or the whole text if the answer has none.
 
     White space around both is left out. A text without the '####' that the answer has is wrong.
     """
@@ -39,10 +39,10 @@ def exact(answer: str, text: str) -> bool:
 
 
 def number(answer: str, text: str) -> bool:
-    """The first number after the last '####', or else the last number of the text, is that of the answer.
+    """True if the first number after the last '####', or else the last number of the text, is that of the answer.
 
-    Units, currency signs and commas between thousands count for nothing; 3/4, 1 3/4 and \\frac{3}{4} are fractions. A
-    whole number must be met, another to two decimals.
+    Units, currency signs and commas between thousands are ignored; 3/4, 1 3/4 and \\frac{3}{4} are fractions. A whole
+    number must be equal, any other number to two decimals.
     """
     found = read_number(text)
     expected = read_number(answer)
@@ -68,22 +68,29 @@ def read_number(text: str) -> Fraction | None:
 
 
 def option(answer: str, text: str) -> bool:
-    """The letter of a choice: the last "(B)" after the '####' or of the text, or else its last capital by itself."""
+    """True if the text gives the answer's letter.
+
+    Its letter is the last "(B)" after the '####' or of the text, or else the last capital by itself.
+    """
     _, final = _final(text)
     found = _OPTION.findall(final) or _LONE_OPTION.findall(final)
     return bool(found) and found[-1] == answer.strip("() \n")
 
 
 def verdict(answer: str, text: str) -> bool:
-    """Yes, no, true or false: the last of these words after the '####' or of the text, in whatever case."""
+    """True if the text gives the answer's verdict.
+
+    Its verdict is the last "yes", "no", "true" or "false" after the '####' or of the text, in any case.
+    """
     found = _VERDICT.findall(_final(text)[1])
     return bool(found) and found[-1].lower() == answer.strip().lower()
 
 
 def words(answer: str, text: str) -> bool:
-    """The same words in the same order after the '####', or else on the last line (after its last colon).
+    """True if the answer's words stand in the same order after the '####', or else on the last line.
 
-    Commas and white space between them, case, and a full stop at the end count for nothing.
+    On the last line they stand after its last colon. Commas and white space between words, case, and a full stop at the
+    end are ignored.
     """
     marked, final = _final(text)
     if not marked:
@@ -92,14 +99,15 @@ def words(answer: str, text: str) -> bool:
 
 
 def says(answer: str, text: str) -> bool:
-    """The answer, or one of several between which stands a '|', is somewhere in the text: as whole words, in whatever
-    case. That it may be denied there counts for nothing.
+    """True if the answer, or one of several that are separated by '|', is anywhere in the text.
+
+    It is found as whole words, in any case. A text that denies it counts as right, too.
     """
     return any(re.search(rf"(?<!\w){re.escape(a.strip())}(?!\w)", text, re.IGNORECASE) for a in answer.split("|"))
 
 
 def _final(text: str) -> tuple[bool, str]:
-    """Whether a text has a '####', and what follows the last one; the whole text without."""
+    """True if a text has a '####', with the text after the last one; else False, with the whole text."""
     _, marker, final = text.rpartition(MARKER)
     return bool(marker), final
 
@@ -116,4 +124,4 @@ COMPARISONS: dict[str, Callable[[str, str], bool]] = {
     "words": words,
     "says": says,
 }
-"""By name: (answer, text of the response) -> whether it is right."""
+"""Functions by name: (answer, text of the response) -> True if the response is right."""

@@ -1,11 +1,11 @@
-"""Weights of few bits that make up for each other's rounding (GPTQ, Frantar et al., 2022, arXiv 2210.17323).
+"""Low-bit weights whose rounding errors compensate each other (GPTQ, Frantar et al., 2022, arXiv 2210.17323).
 
-The columns of a weight are rounded in their order, and what rounding one of them does to the outputs is fed forward to
-those that are still to be rounded: with the Hessian H = X^T X of the inputs X and U^T U = H^-1, U upper triangular,
+The columns of a weight are rounded in their order. The error of each in the outputs is fed forward to the columns that
+are still to be rounded. Let H = X^T X be the Hessian of the inputs X, and U^T U = H^-1 with U upper triangular. Then
 column j changes by -error_i U[i, j] / U[i, i]. A group of columns gets its scale when it is reached.
 
-Of torchao and llm-compressor no function takes a weight and a Hessian alone: one needs kernels of a GPU (fbgemm), the
-other a module of its own making.
+Neither torchao nor llm-compressor has a function that takes a weight and a Hessian alone. The former needs kernels of a
+GPU (fbgemm), the latter a module of its own kind.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ from dgraph.quantised import (
 from dgraph.stored import stored_of
 
 DAMPING = 0.01
-"""Added to the diagonal of a Hessian, as a share of its mean."""
+"""Share of a Hessian's mean diagonal that is added to its diagonal."""
 TOGETHER = 128
-"""Columns whose errors reach the columns after them at once."""
+"""Columns whose errors are fed forward to the columns after them in one product."""
 
 
 def gptq_for(inputs: Inputs, progress: Callable[[int, int], None] | None = None) -> dict[str, QuantisedWeight]:
     """The weights with which `dgraph.save_quantised(model, out, weights, rounded=...)` writes a checkpoint, by name.
 
-    Layer by layer: inputs are those that the quantised layers before give. An expert's are those of the rows that reach
-    it; one that none reaches is rounded to the nearest, and a warning says how many are. So is a weight that is vectors
-    of ids, too. Of each layer there is a Hessian for all that reads the same, and two for each expert, in fp32.
+    Layers are rounded one after the other, on inputs that come from the quantised layers before. An expert's inputs are
+    the rows that reach it. An expert that no row reaches is rounded to the nearest, and a warning says how many are. A
+    weight that also serves as an embedding is left out, and so is rounded to the nearest, too. While a layer is
+    rounded, it has one Hessian in fp32 for all weights that read the same inputs, and two for each expert.
 
     Args:
-        inputs: of the model, whose graph takes the quantised weights.
-        progress: called with (weights done, weights in all), a stack of experts' being one.
+        inputs: inputs of the model, whose graph takes the quantised weights.
+        progress: called with (weights done, weights in all); a stack of experts' weights counts as one.
 
     Raises:
         InputError: a format whose scales several rows of a weight share.
@@ -88,10 +89,10 @@ class Product:
     """A product by a weight of the model, or by those of experts.
 
     Attributes:
-        name: of the weight.
+        name: name of the weight.
         node: the call.
-        reads: what says which rows it multiplies: the node of these, or the call of experts and which of its arguments
-            the weights are.
+        reads: key of the rows that it multiplies: (node of the rows, 0), or (call of experts, index of the argument
+            that has the weights).
     """
 
     name: str
@@ -100,13 +101,13 @@ class Product:
 
 
 GATE_UP, DOWN = 3, 4
-"""Arguments of dgraph::experts."""
+"""Indices of the weights among the arguments of dgraph::experts."""
 
 
 def _products(graph: Graph) -> Iterator[Product]:
     for node in graph.calls:
         for linear in linears_of([node], "plain"):
-            if linear.stored is not None and len(linear.weight.users) == 1:  # else it is vectors of ids, too
+            if linear.stored is not None and len(linear.weight.users) == 1:  # with more users it is also an embedding
                 yield Product(linear.stored.name, node, (linear.x, 0))
         if node.target is OPS["experts"].overload:
             for argument in (GATE_UP, DOWN):
@@ -115,7 +116,7 @@ def _products(graph: Graph) -> Iterator[Product]:
 
 
 def _hessians(inputs: Inputs, products: Sequence[Product]) -> dict[tuple[Node, int], Tensor]:
-    """By what products read: f32[in, in] of a linear layer, f32[E, in, in] of experts."""
+    """Hessians by `Product.reads`: f32[in, in] of a linear layer, f32[E, in, in] of experts."""
     graph = inputs.graph
     found: dict[tuple[Node, int], Tensor] = {}
     for product in products:
@@ -143,13 +144,13 @@ def _hessians(inputs: Inputs, products: Sequence[Product]) -> dict[tuple[Node, i
 
 
 def _add(hessian: Tensor, rows: Tensor) -> None:
-    """Take in rows [..., in]."""
+    """Add rows [..., in] to a Hessian."""
     rows = rows.float().flatten(0, -2)
     hessian.addmm_(rows.t(), rows)
 
 
 def _stacked(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
-    """Weights of one format as a stack of them."""
+    """Stack weights of one format."""
     parts = zip(*((w.values.view(torch.uint8), w.scales, w.zeros) for w in weights), strict=True)
     values, scales, zeros = (None if part[0] is None else torch.stack(part) for part in parts)
     assert values is not None
@@ -158,7 +159,7 @@ def _stacked(weights: Sequence[QuantisedWeight]) -> QuantisedWeight:
 
 
 def check_format(name: str, format: Format) -> None:
-    """Refuse blocks in which rows of a weight could not be rounded by themselves.
+    """Refuse a format whose blocks have several rows, as GPTQ rounds each row by itself.
 
     Raises:
         InputError: such a format.
@@ -173,15 +174,15 @@ def check_format(name: str, format: Format) -> None:
 
 @torch.no_grad()
 def rounded(weight: Tensor, hessian: Tensor, format: Format) -> QuantisedWeight:
-    """A weight [rows, columns] in a format, each row as GPTQ rounds it, or to the nearest if that is better.
+    """Round a weight [rows, columns] to a format, each row by GPTQ, or to the nearest if that is better.
 
     Args:
-        weight: floating.
+        weight: floating[rows, columns].
         hessian: f32[columns, columns], X^T X of inputs X [n, columns].
-        format: with scales of each row.
+        format: a format with scales for each row.
 
     Returns:
-        The weight, of whose rows none has a larger squared error of the outputs than if it were rounded to the nearest.
+        The weight. No row has a larger squared error of the outputs than if it were rounded to the nearest.
     """
     plain, fed = quantise(weight, format), _fed_forward(weight.float(), hessian, format)
     errors = []
@@ -191,7 +192,7 @@ def rounded(weight: Tensor, hessian: Tensor, format: Format) -> QuantisedWeight:
     better = (errors[1] < errors[0])[:, None]
 
     def either(one: Tensor, other: Tensor) -> Tensor:
-        """Rows of either, as bytes where they are float8."""
+        """Select the better row of both weights; float8 is selected as bytes."""
         of = torch.uint8 if one.dtype.itemsize == 1 else one.dtype
         return torch.where(better, one.view(of), other.view(of)).view(one.dtype)
 
@@ -200,7 +201,7 @@ def rounded(weight: Tensor, hessian: Tensor, format: Format) -> QuantisedWeight:
 
 
 def _fed_forward(weight: Tensor, hessian: Tensor, format: Format) -> QuantisedWeight:
-    """A weight, f32[rows, columns], as GPTQ rounds it."""
+    """Round a weight, f32[rows, columns], by GPTQ."""
     kind, block, columns = KINDS[format.kind], (1, WHOLE), weight.shape[1]
     assert format.block is not None  # filled in by the format
     width = columns if format.block[1] == WHOLE else format.block[1]
@@ -228,14 +229,17 @@ def _fed_forward(weight: Tensor, hessian: Tensor, format: Format) -> QuantisedWe
 
 
 def _value(number: Tensor, scale: Tensor, zero: Tensor | None, kind: Kind) -> Tensor:
-    """What a column of numbers stands for."""
+    """The values that a column of stored numbers represents."""
     if kind.dtype.is_floating_point:
         return number.to(kind.dtype).float() * scale
     return (number - (kind.zero if zero is None else zero)) * scale
 
 
 def _factor(hessian: Tensor) -> Tensor:
-    """U, upper triangular, with U^T U the inverse of the damped Hessian; a column without inputs changes nothing."""
+    """U, upper triangular, with U^T U the inverse of the damped Hessian.
+
+    A column without inputs gets 1 on the diagonal, so that it changes nothing.
+    """
     damped = hessian.clone()
     diagonal = damped.diagonal()
     diagonal += torch.where(diagonal > 0, DAMPING * diagonal.mean(), 1.0)

@@ -3,7 +3,7 @@
     python -m dgraph.evaluate.harness run --model dgraph --model_args pretrained=tiny_sdar,recipe=focus,alpha=1.5 \\
         --tasks my_task --include_path ./tasks
 
-is its own command line, with this model in it; in Python, call `register()` before `lm_eval.simple_evaluate`.
+is the harness's own command line, with this model in it. In Python, call `register()` before `lm_eval.simple_evaluate`.
 
 Tasks that compare log-likelihoods are refused: see `NO_LIKELIHOOD`.
 """
@@ -24,11 +24,11 @@ from dgraph.settings import torch_dtype
 
 NAME = "dgraph"
 MAX_GEN_TOKS = 256
-"""Length limit where a task names none, as in the harness."""
+"""Default length limit, for tasks that name none, as in the harness."""
 TOGETHER = 16
-"""Prompts that are decoded together where nobody says how many."""
+"""Default number of prompts that are decoded together."""
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names that tasks use for the length limit; the first that is there counts, as in the harness."""
+"""Names that tasks use for the length limit; the first one that is given counts, as in the harness."""
 NO_LIKELIHOOD = (
     "a diffusion model fills in masked tokens in any order, so no single forward gives the log-likelihood of a text, "
     "only a bound averaged over random maskings does, which dgraph does not compute. Take the generating variant of "
@@ -38,8 +38,13 @@ NO_LIKELIHOOD = (
 
 @dataclass(frozen=True)
 class Request:
-    """What a task asks for: a length limit, stop strings, and a temperature, None where it says nothing of how tokens
-    are drawn. Requests that are equal share batches."""
+    """Generation settings of a task. Contexts with equal settings share batches.
+
+    Attributes:
+        limit: most new tokens.
+        until: stop strings.
+        temperature: temperature of the draws; None if the task does not say.
+    """
 
     limit: int = MAX_GEN_TOKS
     until: tuple[str, ...] = ()
@@ -50,7 +55,7 @@ class Request:
         """The request in a task's generation_kwargs.
 
         Raises:
-            InputError: a limit or a stop string that is none.
+            InputError: a limit below 1, or a stop string of another type.
         """
         given = [settings[name] for name in LIMITS if settings.get(name) is not None]
         until = settings.get("until") or []
@@ -68,12 +73,12 @@ class Request:
 
 @dataclass
 class Adapter:
-    """Answers requests of the harness; knows nothing of it.
+    """Answers requests of the harness, without any of its classes.
 
     Attributes:
-        program: what answers.
+        program: the model under a recipe.
         batch: prompts that are decoded together.
-        settings: more for `Optimized.generate`: policy, seed.
+        settings: further arguments of `Optimized.generate`: policy, seed.
     """
 
     program: Optimized
@@ -116,7 +121,7 @@ class Adapter:
         return result.texts
 
     def _fitting(self, context: str, request: Request) -> Request:
-        """The request with a limit that the model's window has room for after this context."""
+        """The request, with a limit that fits into the model's window after this context."""
         spec, tokenizer = self.program.spec, self.program.model.tokenizer
         assert tokenizer is not None
         length = len(tokenizer.encode(context))
@@ -150,10 +155,10 @@ def adapter_of(
         recipe, options: as for `optimize`.
         policy, threshold, steps: as for `Optimized.generate`.
         backend: "inductor" or "eager".
-        dtype, device: of the weights, by name. The harness asks for cuda:0 where nobody names a device; where there is
-            no GPU that means the CPU, as for its own models.
+        dtype, device: dtype and device of the weights, by name. The harness asks for cuda:0 by default; without a GPU
+            that means the CPU, as for its own models.
         batch_size: prompts that are decoded together; `TOGETHER` for None, 1 (the harness's default) and "auto".
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         DgraphError: an argument that cannot be used.
@@ -175,7 +180,7 @@ def adapter_of(
 
 
 def single_turn(history: Iterable[Mapping[str, str]]) -> str:
-    """The text of a chat that is one turn of a user; its frame is put around it where it is encoded.
+    """The text of a chat that is one turn of a user. The chat template is applied when it is encoded.
 
     Raises:
         InputError: a system message, or several turns.
@@ -191,7 +196,7 @@ def single_turn(history: Iterable[Mapping[str, str]]) -> str:
 
 
 def register() -> type:
-    """Make `dgraph` known to the harness; returns its class there. Calling it again changes nothing.
+    """Register `dgraph` with the harness, and return its class there. Calling it again changes nothing.
 
     Raises:
         InputError: lm-evaluation-harness is not installed.
@@ -242,7 +247,7 @@ def register() -> type:
 
 
 def main() -> None:
-    """The harness's command line with this model in it."""
+    """Run the harness's command line with this model in it."""
     register()
     importlib.import_module("lm_eval.__main__").cli_evaluate()
 

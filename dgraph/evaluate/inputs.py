@@ -1,4 +1,4 @@
-"""What weights read in the first step of some prompts: a prompt, and a response that is masked throughout."""
+"""Inputs of weights in the first step of some prompts: a prompt, and a response that is masked throughout."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from dgraph.verify import verify
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A model and prompts, on which what its weights read can be looked at.
+    """A model and prompts, on which the inputs of its weights can be computed.
 
     Attributes:
-        graph: of the model, over packed rows; its tensors may be replaced by others.
-        prompts: ids of each.
-        masks: how many follow a prompt.
-        formats: of the weights that are to be quantised, by name.
+        graph: graph of the model, over packed rows; its tensors may be replaced by others.
+        prompts: ids of each prompt.
+        masks: number of masks after each prompt.
+        formats: formats of the weights that are to be quantised, by name.
     """
 
     graph: Graph
@@ -46,7 +46,7 @@ class Inputs:
     formats: Mapping[str, Format]
 
     def of(self, nodes: Sequence[Node]) -> Iterator[list[Tensor]]:
-        """The values of some nodes of the graph, prompt by prompt; only what they need is computed."""
+        """The values of some nodes of the graph, prompt by prompt; only the nodes that they need are computed."""
         if not nodes:
             return
         graph = self.graph.copy()
@@ -74,15 +74,15 @@ def inputs_for(
     device: str | torch.device | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Inputs:
-    """What the weights of a model that are to be quantised read; the whole model, as it is, is in memory meanwhile.
+    """Inputs of the weights of a model that are to be quantised. The whole unquantised model is in memory meanwhile.
 
     Args:
         model: the name of an embedded model, a checkpoint folder, a model object, or a `Model`.
         prompts: texts, framed by the model's chat template.
-        weights: how they will be stored.
+        weights: storage of the weights after quantising.
         input_ids: instead of texts, ids per prompt, used as they are.
         max_new_tokens: masks after each prompt; None for a block of a block-causal model, 128 of a bidirectional one.
-        dtype, device: where and how to load a name or folder; see `dgraph.load`.
+        dtype, device: dtype and device of a model that is loaded by name or folder; see `dgraph.load`.
         facts: fields of the spec that a model object does not know.
 
     Raises:

@@ -1,10 +1,10 @@
-"""How likely responses are under an autoregressive model, and how much of them repeats.
+"""Likelihood of responses under an autoregressive model, and the share of them that repeats.
 
 A response's negative log-likelihood (NLL) is that of its text under the judge, after the prompt in the judge's chat
-form: the sum of -log p(token | prompt, tokens before), in nats. The text is read anew by the judge's tokenizer: a
+form. It is the sum of -log p(token | prompt, tokens before), in nats. The text is read anew by the judge's tokenizer: a
 mean per token counts its tokens, not those of the model that wrote the text. So models with different tokenizers
 compare under one judge; figures of judges with different tokenizers compare per byte only. The end of the turn is not
-part of the text and is not counted: a response that was cut short is judged like one that came to an end.
+part of the text and is not counted. So a response that was cut short is judged like one that came to an end.
 
 A low NLL alone is no quality: a text that repeats itself has one. Hence repetition is counted beside it.
 """
@@ -25,11 +25,11 @@ from dgraph.families import encode_part
 NGRAM = 4
 """Tokens of the n-grams that are counted as repeated."""
 LOGITS = 512 * 2**20
-"""Bytes of float32 logits that a forward of the judge may make."""
+"""Most bytes of float32 logits that a forward of the judge may make."""
 
 
 def repetition(ids: Sequence[int], n: int = NGRAM) -> tuple[int, int]:
-    """n-grams of a response that stand in it before, and all its n-grams.
+    """The number of a response's n-grams that occur earlier in it, and the number of all its n-grams.
 
     Their quotient is seq-rep-n of Welleck et al. (2020), Neural Text Generation with Unlikelihood Training, section 6.
     """
@@ -39,12 +39,12 @@ def repetition(ids: Sequence[int], n: int = NGRAM) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a judge makes of a response.
+    """Judgement of a response.
 
     Attributes:
-        key: of the judge, the prompt and the text; see `Judge.key`.
-        nll: of the text, in nats.
-        judge_tokens: of the text, by the judge's tokenizer.
+        key: hash of the judge, the prompt and the text; see `Judge.key`.
+        nll: negative log-likelihood of the text, in nats.
+        judge_tokens: tokens of the text, by the judge's tokenizer.
     """
 
     key: str
@@ -67,19 +67,19 @@ class Judge:
 
     Attributes:
         model: the model.
-        weights: what tells its weights from others, for keys.
+        weights: fingerprint of its weights, for keys.
     """
 
     model: Causal
     weights: str
 
     def key(self, prompt: str, text: str) -> str:
-        """Of all that a judgement depends on."""
+        """Hash of everything that a judgement depends on: the judge's weights and dtype, the prompt and the text."""
         parts = ("judge", self.weights, str(self.model.dtype), prompt, text)
         return hashlib.sha256("\n".join(f"{len(part)} {part}" for part in parts).encode()).hexdigest()[:32]
 
     def read(self, responses: Iterable[tuple[str, str]]) -> Iterator[list[Judged]]:
-        """Judge (prompt, text) pairs, in parts as they are done; those that the window has no room for are left out.
+        """Judge (prompt, text) pairs, in parts as they are done; pairs that do not fit into the window are left out.
 
         A text of no tokens has an NLL of 0.
         """
@@ -89,7 +89,7 @@ class Judge:
             before, after = tokenizer.encode(prompt), encode_part(tokenizer, text)
             if len(before) + len(after) <= room:
                 found.append((self.key(prompt, text), before, after))
-        found.sort(key=lambda one: len(one[1]) + len(one[2]))  # equal lengths together: little is padding
+        found.sort(key=lambda one: len(one[1]) + len(one[2]))  # equal lengths together, so that there is little padding
         rows = max(1, LOGITS // (4 * self.model.vocab))
         part: list[tuple[str, list[int], list[int]]] = []
         for one in found:
@@ -102,7 +102,7 @@ class Judge:
 
     @torch.no_grad()
     def _forward(self, part: Sequence[tuple[str, list[int], list[int]]]) -> list[Judged]:
-        """One forward over sequences of token ids; what fills up shorter ones comes last, so no token sees it."""
+        """Run one forward over sequences of token ids. Padding comes last, so no token sees it."""
         device = next(self.model.module.parameters()).device
         lines = [torch.tensor(before + after) for _, before, after in part]
         logits = self.model.module(torch.nn.utils.rnn.pad_sequence(lines, batch_first=True).to(device))

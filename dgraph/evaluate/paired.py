@@ -1,6 +1,6 @@
 """Differences between two arms on the same prompts, with intervals of 95 % and a test.
 
-Arms answer the same prompts, so a difference is taken prompt by prompt: what makes a prompt hard is in both.
+Arms answer the same prompts, so a difference is taken prompt by prompt: the difficulty of a prompt is in both.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dgraph.evaluate.scores import wilson
 
 RESAMPLES = 4_000
 SEED = 0
-"""Of the resampling: the same results give the same interval."""
+"""Seed of the resampling: the same results give the same interval."""
 _DRAWS = 2**22
-"""Draws at once: 32 MB of them."""
+"""Draws that are made at once: 32 MB of them."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Accuracy:
     """Right answers of two arms on the same prompts.
 
     Attributes:
-        both, mine, other, neither: prompts that both have right, only this arm, only the other, none.
+        both, mine, other, neither: numbers of prompts that both arms have right, only this one, only the other, and
+            neither.
     """
 
     both: int
@@ -48,21 +49,26 @@ class Accuracy:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[bool, bool]]) -> Accuracy:
-        """Of (right here, right there)."""
+        """Count pairs (right here, right there)."""
         count = [pairs.count(kind) for kind in ((True, True), (True, False), (False, True), (False, False))]
         return cls(*count)
 
     @property
     def p(self) -> float:
-        """Two-sided exact McNemar test: how probable it is that prompts on which the arms differ are divided at least
-        this unevenly, if each were as likely to go either way."""
+        """P-value of the two-sided exact McNemar test.
+
+        Suppose that each prompt on which the arms differ is as likely to go either way. Then p is the probability that
+        they are divided at least this unevenly.
+        """
         count = self.mine + self.other
         fewer = sum(math.comb(count, k) for k in range(min(self.mine, self.other) + 1))
         return min(1.0, 2 * fewer / 2**count)
 
     def difference(self) -> Difference:
-        """Share of right answers here less that of the other: Newcombe (1998), Statistics in Medicine 17, 2635-2650,
-        method 10. Wilson's interval of either share, combined with how they go together.
+        """Share of right answers here less that of the other arm.
+
+        The interval is method 10 of Newcombe (1998), Statistics in Medicine 17, 2635-2650. It combines Wilson's
+        intervals of both shares with their correlation.
         """
         n = self.both + self.mine + self.other + self.neither
         here, there = (self.both + self.mine) / n, (self.both + self.other) / n
@@ -83,15 +89,15 @@ class Accuracy:
 def bootstrap(
     pairs: Sequence[tuple[float, float, float, float]], resamples: int = RESAMPLES, seed: int = SEED
 ) -> Difference | None:
-    """A difference of two quotients of sums, with the percentile interval of prompts drawn anew.
+    """A difference of two quotients of sums, with the percentile interval of a bootstrap over prompts.
 
     Args:
-        pairs: of each prompt (numerator, denominator) here and (numerator, denominator) there: nats and tokens, say.
-        resamples: how often as many prompts are drawn, with replacement.
-        seed: of these draws.
+        pairs: for each prompt (numerator, denominator) here, then (numerator, denominator) there: nats and tokens, say.
+        resamples: number of resamples; each draws as many prompts as there are, with replacement.
+        seed: seed of these draws.
 
     Returns:
-        sum/sum here less sum/sum there; None for fewer than two prompts, or where a denominator is 0.
+        sum/sum here less sum/sum there; None for fewer than two prompts, or if a denominator is 0.
     """
     values = np.asarray(pairs, dtype=np.float64).reshape(-1, 4)
     n, whole = len(values), _quotients(values.sum(0))
@@ -107,7 +113,7 @@ def bootstrap(
 
 
 def _quotients(sums: Any) -> Any:
-    """Of sums [4] or [4, k]; not a number where a denominator is 0."""
+    """The difference of two quotients, from sums f64[4] or f64[4, k]; NaN if a denominator is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = sums[0] / sums[1] - sums[2] / sums[3]
     return np.where(np.isfinite(found), found, np.nan)
@@ -118,11 +124,11 @@ class Paired:
     """An arm against another, over the prompts that both have answered.
 
     Attributes:
-        prompts: these.
-        accuracy: right answers, over those that have one; None without any.
-        nll: per token of the judge, over the responses of both that were judged.
-        repetition: share of repeated n-grams.
-        tokens: of a response.
+        prompts: number of these prompts.
+        accuracy: right answers, over prompts that have an answer; None if no prompt has one.
+        nll: difference in nats per token of the judge, over prompts of which both responses were judged.
+        repetition: difference in the share of repeated n-grams.
+        tokens: difference in the tokens of a response.
     """
 
     prompts: int
@@ -137,7 +143,15 @@ class Paired:
         found: Sequence[tuple[Question, Result, Result]],
         judged: Callable[[Result], Judged | None] = lambda result: None,
     ) -> Paired | None:
-        """Of questions with the results here and there; judged: what a judge made of a response. None without any."""
+        """Compare two arms.
+
+        Args:
+            found: questions with the results here and there.
+            judged: gives the judgement of a response; None for a response that was not judged.
+
+        Returns:
+            The comparison; None without questions.
+        """
         if not found:
             return None
         marks = [(bool(q.right(a.text)), bool(q.right(b.text))) for q, a, b in found if q.answer is not None]

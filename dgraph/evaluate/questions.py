@@ -1,4 +1,4 @@
-"""What a model is asked: prompts with one right answer, from a file, an embedded model, or freshly drawn."""
+"""Questions for a model: prompts with one right answer, from a file, an embedded model, or freshly drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dgraph.families import Embedded, embedded
 from dgraph.texts import parse_json, read_text
 
 OPEN = "text"
-"""The task of stored prompts that go on as open text: nothing is right or wrong there."""
+"""The task of stored prompts that go on as open text, without right or wrong."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class Question:
     """A prompt of a task and its right answer.
 
     Attributes:
-        task, prompt: as they are shown and asked.
-        answer: None where there is none, and only steps, rows and agreement count.
-        compare: how a response is compared with the answer, a name of `COMPARISONS`.
+        task: name of the task, as it is shown.
+        prompt: text of the prompt.
+        answer: the right answer; None for a prompt without one, of which only steps, rows and agreement count.
+        compare: comparison of a response with the answer, a name of `COMPARISONS`.
     """
 
     task: str
@@ -31,7 +32,7 @@ class Question:
     compare: str = "exact"
 
     def right(self, text: str) -> bool | None:
-        """Whether a response is right; None where there is no answer."""
+        """True if a response is right; None for a question without an answer."""
         return None if self.answer is None else COMPARISONS[self.compare](self.answer, text)
 
 
@@ -39,17 +40,17 @@ def read_questions(path: str | Path) -> list[Question]:
     """Questions of a JSONL file: an object per line with prompt, answer (or reference) and, optionally, task and
     compare (see `Question`).
 
-    A line without an answer is not scored. The task is "data" where none is named.
+    A line without an answer is not scored. A line without a task has the task "data".
 
     Raises:
-        InputError: the file cannot be read, a line is no such object, or there are none.
+        InputError: the file cannot be read, a line is no such object, or there are no lines.
         UnknownName: a comparison that does not exist.
     """
     return parse_questions(read_text(path, f"--data {path}"), str(path))
 
 
 def parse_questions(text: str, source: str) -> list[Question]:
-    """As `read_questions`, from the text of a file; source: its name, for messages."""
+    """Parse the text of a file as `read_questions` does. source: the file's name, for messages."""
     lines = text.split("\n")  # JSON may hold other ends of lines
     found = [_question(f"{source}, line {i + 1}", line) for i, line in enumerate(lines) if line.strip()]
     if not found:
@@ -61,7 +62,7 @@ def stored(model: str) -> list[Question]:
     """The held-out prompts that an embedded model, or a folder, comes with; open text has no answer.
 
     Raises:
-        InputError: it comes with none.
+        InputError: it comes with no held-out prompts.
     """
     file = Path(model) / "held_out.jsonl"  # of a folder that was made of an embedded model
     if model in embedded() or not file.is_file():
@@ -70,11 +71,13 @@ def stored(model: str) -> list[Question]:
 
 
 def drawn(model: str, tasks: Sequence[str], count: int, seed: int) -> list[Question]:
-    """Fresh held-out prompts of an embedded model's tasks, `count` of each; no tasks stand for all but the hard ones.
+    """Fresh held-out prompts of an embedded model's tasks, `count` of each.
+
+    Without `tasks` they are those of all tasks but the hard ones.
 
     Raises:
         InputError: a model without tasks, or a task with fewer prompts.
-        UnknownName: a task that it has not.
+        UnknownName: a task that the model does not have.
     """
     exam = _exam_of(model).exam
     if exam is None:
@@ -87,21 +90,21 @@ def drawn(model: str, tasks: Sequence[str], count: int, seed: int) -> list[Quest
 
 
 def hard_tasks(model: str) -> tuple[str, ...]:
-    """The hard tasks of an embedded model; none of a folder."""
+    """The hard tasks of an embedded model; an empty tuple for a folder."""
     found = embedded().get(model)
     return () if found is None or found.exam is None else found.exam.hard
 
 
 def expand(tasks: Iterable[str], known: Sequence[str]) -> list[str]:
-    """The tasks, in place of a "bbh" all known ones that begin with "bbh/"; each once."""
+    """The tasks, each once; a name such as "bbh" becomes all known ones that begin with "bbh/"."""
     below = {task: [name for name in known if name.startswith(f"{task}/")] for task in tasks}
     return list(dict.fromkeys(name for task, names in below.items() for name in names or [task]))
 
 
 def choose(questions: Iterable[Question], tasks: Sequence[str], count: int | None) -> list[Question]:
-    """The first `count` (None: all) of each named task, in the order of the names; a prompt counts once per task.
+    """The first `count` questions (all for None) of each named task, in the order of the names.
 
-    No names stand for all tasks, without open text if there are others.
+    A prompt counts once per task. Without names they are those of all tasks that have answers, or else of all tasks.
 
     Raises:
         UnknownName: a task without questions.

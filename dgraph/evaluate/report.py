@@ -19,19 +19,21 @@ from dgraph.evaluate.scores import Score, wilson
 
 QUALITY = "EM % (95 %)"
 JUDGED = ("arm", "judged", "NLL/token", "perplexity", f"repeated {NGRAM}-grams %", "tokens")
-"""NLL in nats per token of the judge; tokens: of a response, by the tokenizer of the model that wrote it."""
+"""Titles: NLL in nats per token of the judge; tokens of a response, by the tokenizer of the model that wrote it."""
 PAIRED = ("against", "n", "EM points (95 %)", "right only here, there", "p", "NLL/token (95 %)", "repeated (95 %)")
-"""Less the same figure of the other arm, on the same prompts; p: exact McNemar test, for one comparison; repeated: in
-points."""
+"""Titles of differences: an arm's figure less that of the other arm, on the same prompts.
+
+p: exact McNemar test, for one comparison; repeated: in points.
+"""
 SALIENT = "salient rows, % of a sparse step"
 PARTS = 4
-"""Layers and ranges of steps of which a table shows the salient rows."""
+"""Number of layers after the first, and of ranges of steps, for which a table shows the salient rows."""
 TITLES = ("arm", "n", QUALITY, "steps", "tok/step", "rows/tok", "same %", "same tok %")
-"""n: prompts; same: those with the same response as the arm that this one is compared with; same tok: equal tokens."""
+"""Titles. n: prompts; same: prompts with the same response as the arm of comparison; same tok: equal tokens."""
 
 
 def percent(share: float | None) -> str:
-    """A share in per cent, one decimal where it has one; "n/a" without a value."""
+    """A share in per cent with one decimal, which is left out if it is 0; "n/a" without a value."""
     return "n/a" if share is None else f"{100 * share:.1f}".removesuffix(".0")
 
 
@@ -67,8 +69,10 @@ def arms_table(evaluation: Evaluation) -> Table:
 
 
 def judged_table(evaluation: Evaluation) -> Table:
-    """What the judge says of each arm, with repetition and length; a row per task where there are several, since a
-    dialogue and a sum read quite differently. No rows without a judge.
+    """The judge's figures of each arm, with repetition and length.
+
+    With several tasks there is a row for each, since a dialogue and a sum read quite differently. Without a judge there
+    are no rows.
     """
     tasks: list[tuple[str, ...]] = [(task,) for task in evaluation.tasks] if len(evaluation.tasks) > 1 else [()]
     rows: list[tuple[str, ...]] = []
@@ -82,7 +86,7 @@ def judged_table(evaluation: Evaluation) -> Table:
 
 
 def paired_table(evaluation: Evaluation) -> Table:
-    """Differences of each arm to the one that it is compared with; the title says how many are shown."""
+    """Differences of each arm to the one that it is compared with; the title gives the number of comparisons."""
     rows: list[tuple[str, ...]] = []
     for arm in evaluation.arms:
         paired, reference = evaluation.paired(arm), evaluation.references.get(arm)
@@ -106,7 +110,7 @@ def signed(found: Difference | None, scale: float, digits: int, missing: str = "
 
 
 def tasks_table(evaluation: Evaluation) -> Table:
-    """Exact match with its interval by arm and task; no rows where there is one task."""
+    """Exact match with its interval by arm and task; no rows unless several tasks have answers."""
     tasks = [t for t in evaluation.tasks if any(q.task == t and q.answer is not None for q in evaluation.questions)]
     rows: list[tuple[str, ...]] = []
     for arm in evaluation.arms if len(tasks) > 1 else ():
@@ -119,7 +123,7 @@ def tasks_table(evaluation: Evaluation) -> Table:
 def salience_table(evaluation: Evaluation) -> Table:
     """Mean share of salient rows in sparse steps by arm: over all, at quarters of the layers, at quarters of the steps.
 
-    No rows where no recipe counts them. The columns are those of the DyLLM paper's Table 4.
+    There are no rows if no recipe counts them. The columns are those of the DyLLM paper's Table 4.
     """
     layers = evaluation.model.spec.layers
     shown = sorted({0, *(max(1, -(-layers * i // PARTS)) - 1 for i in range(1, PARTS + 1))})
@@ -137,20 +141,20 @@ def salience_table(evaluation: Evaluation) -> Table:
 
 
 def saliences(evaluation: Evaluation) -> list[tuple[str, Salience]]:
-    """The arms that count salient rows, by label."""
+    """Labels and counts of the arms that count salient rows."""
     found = ((arm.label, evaluation.salience(arm)) for arm in evaluation.arms)
     return [(label, salience) for label, salience in found if salience is not None]
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
-    """All that have rows."""
+    """All tables that have rows."""
     makers = (arms_table, tasks_table, judged_table, paired_table, salience_table)
     found = (make(evaluation) for make in makers)
     return [(titles, rows) for titles, rows in found if rows]
 
 
 def lines(evaluation: Evaluation) -> dict[str, list[tuple[str, Score]]]:
-    """What a plot connects: by label, points with the swept value they stand for ("" for an arm without one).
+    """Points of each line of a plot by its label, as (swept value, score); the value is "" for an arm without one.
 
     The first option that was swept on an arm runs along its line; each value of the others has a line of its own.
     """
@@ -166,10 +170,10 @@ def lines(evaluation: Evaluation) -> dict[str, list[tuple[str, Score]]]:
 
 
 def check(questions: Sequence[Question], path: Path) -> None:
-    """Whether a plot can be drawn of what these questions will give.
+    """Refuse a plot that cannot be drawn from the results of these questions.
 
     Raises:
-        InputError: as `check_plot`, or none of them has an answer.
+        InputError: as `check_plot`, or no question has an answer.
     """
     check_plot(path)
     if all(question.answer is None for question in questions):
@@ -198,14 +202,14 @@ def plot(evaluation: Evaluation, path: Path, title: str) -> None:
 
 
 def salience_path(path: Path) -> Path:
-    """Where the plot of salient rows goes, beside the one that was asked for."""
+    """Path of the plot of salient rows, beside the plot at `path`."""
     return path.with_stem(f"{path.stem}-salient")
 
 
 def plot_salience(evaluation: Evaluation, path: Path, title: str) -> None:
-    """Draw the share of salient rows by layer and step as a heat map per arm; nothing where no recipe counts them.
+    """Draw the share of salient rows by layer and step as a heat map per arm.
 
-    Full steps are left white. All arms share one scale.
+    Full steps are left white. All arms share one scale. If no recipe counts salient rows, no file is written.
 
     Raises:
         InputError: as `check_plot`, or the file cannot be written.

@@ -1,7 +1,7 @@
 """Results as they come: a JSONL file with one record per arm and prompt, from which an evaluation resumes.
 
-Where a recipe counts salient rows, there is a record per batch, too, before the results of its prompts. What a judge
-made of a response is a record of its own.
+If a recipe counts salient rows, there is a record per batch, too, before the results of its prompts. A judgement of a
+response is a record of its own.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from dgraph.evaluate.salience import Counted
 from dgraph.families import Model, embedded
 
 FORMAT = 1
-"""Raised when a record of before no longer says what one of today says."""
+"""Version of the records, raised when the meaning of a record changes."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an arm made of a prompt.
+    """Response of an arm to a prompt, with its counts.
 
     Attributes:
-        key: of everything that the result depends on; see `Keys`.
+        key: hash of everything that the result depends on; see `Keys`.
         arm, task, prompt: for readers of the file.
-        right: whether the answer is right; None without one. Scores are taken from `text` anew.
+        right: True if the response is right; None without an answer. Scores are computed from `text` anew.
         text, token_ids: the response.
         steps: forward passes of this prompt.
         decoded: tokens committed, end padding included.
-        rows: of this prompt through the last layers.
-        seconds: of the batch that it was decoded in, divided by its prompts.
+        rows: rows of this prompt through the last layers.
+        seconds: seconds of its batch, divided by the batch's prompts.
     """
 
     key: str
@@ -79,9 +79,9 @@ _READ = {
 
 
 def fingerprint(model: Model, name: str) -> str:
-    """What tells a model from others: SHA-256 of its weight files, configs and the files of its tokenizer.
+    """Fingerprint of a model: SHA-256 of its weight files, configs and the files of its tokenizer.
 
-    name: what the model was loaded by, an embedded model or a folder.
+    name: the name or folder by which the model was loaded.
     """
     known = embedded()
     folder = known[name].folder if name in known else Path(name)
@@ -100,12 +100,12 @@ def digest_of(kind: str, files: Iterable[Path]) -> str:
 
 @dataclass(frozen=True)
 class Keys:
-    """Makes the keys of results: a hash of all that a response depends on, the answer aside.
+    """Maker of the keys of results: hashes of everything that a response depends on, the right answer aside.
 
     Attributes:
         weights: see `fingerprint`.
-        setting: what else is the same for all arms: length limit, block length, dtype, backend, ...
-        stored: by what arms name as their weights, the fingerprint of what is stored there.
+        setting: other settings that are the same for all arms: length limit, block length, dtype, backend, ...
+        stored: fingerprints of stored weights, by the name that arms give as their weights.
     """
 
     weights: str
@@ -133,7 +133,7 @@ class Store:
     """Results by key, in memory and (with a path) in a file.
 
     Raises:
-        InputError: the file cannot be read or written, or is none of these.
+        InputError: the file cannot be read or written, or has no results.
     """
 
     def __init__(self, path: str | Path | None = None):
@@ -149,11 +149,11 @@ class Store:
         return len(self._found)
 
     def get(self, key: str) -> Result | None:
-        """The result of that key."""
+        """The result of a key; None without one."""
         return self._found.get(key)
 
     def counted(self, keys: Iterable[str]) -> list[tuple[Counted, int]]:
-        """Salient rows of the batches that gave results of these keys, and how many of the keys each gave."""
+        """Salient rows of the batches that gave results of these keys, each with its number of these keys."""
         found: dict[int, tuple[Counted, int]] = {}
         for key in dict.fromkeys(keys):
             if (record := self._counted.get(key)) is not None:
@@ -161,7 +161,7 @@ class Store:
         return list(found.values())
 
     def judged(self, key: str) -> Judged | None:
-        """What a judge made of a response, by `Judge.key`."""
+        """The judgement of a response, by `Judge.key`; None without one."""
         return self._judged.get(key)
 
     def add_judged(self, judged: Iterable[Judged]) -> None:
@@ -180,7 +180,7 @@ class Store:
         if counted is not None and new:
             self._count(counted)
         records = [asdict(result) for result in new.values()]
-        if counted is not None and new:  # first: a write that is cut short costs results, which are decoded again
+        if counted is not None and new:  # first, so that a write that is cut short loses results, decoded again later
             records.insert(0, counted.to_json())
         self._write(records)
 
@@ -196,7 +196,7 @@ class Store:
         self._torn = False
 
     def _count(self, counted: Counted) -> None:
-        for key in counted.keys:  # as with results, what was there first stays
+        for key in counted.keys:  # as with results, the first record of a key stays
             self._counted.setdefault(key, counted)
 
     def _read(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The run: every arm answers every question, from where the results that are there leave off."""
+"""The run of an evaluation: every arm answers every question that has no result yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from dgraph.runtime.generation import Progress
 
 @dataclass(frozen=True)
 class State:
-    """How far an evaluation is: the arm at work, what is being done, and responses there are of all."""
+    """Progress of an evaluation.
+
+    Attributes:
+        arm: label of the arm at work, or the judge's name.
+        what: text for the thing that is being done.
+        done, total: number of responses (or judgements) so far, and in all.
+    """
 
     arm: str
     what: str
@@ -37,22 +43,22 @@ class State:
 class Evaluation:
     """Arms, questions and the results so far.
 
-    Decoding is greedy, unless a rule brings another sampler along. What is drawn depends on the place in the batch, so
-    batches are always the same parts of the questions.
+    Decoding is greedy, unless a rule has another sampler. Draws depend on the place in the batch, so batches are always
+    the same parts of the questions.
 
     Attributes:
-        model: what is evaluated; with a tokenizer.
+        model: the model that is evaluated; it has a tokenizer.
         arms: in the order in which they are shown.
-        references: per arm the one that it is compared with.
-        questions: what every arm answers.
-        store: where results go, and where those of an earlier run are.
+        references: by arm, the arm that it is compared with.
+        questions: the questions that every arm answers.
+        store: results of this run and of earlier ones.
         keys: see `Keys`.
         max_new_tokens, block_length: as for `Optimized.generate`.
         max_batch: prompts that are decoded together; results are written after each batch.
         backend, buckets: as for `optimize`.
-        judge: reads the responses when all are there; None for nobody.
-        stored: by what arms name as their weights, what loads the same model with weights that are stored so.
-        failed: per arm why it could not be run (to the end).
+        judge: model that judges the responses when all are decoded; None for no judgements.
+        failed: reasons why arms could not be run to the end, by label.
+        stored: loaders of the same model with stored weights, by the name that arms give as their weights.
     """
 
     model: Model
@@ -71,7 +77,7 @@ class Evaluation:
     stored: Mapping[str, Callable[[], Model]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Refuse what cannot be decoded before anything is compiled.
+        """Refuse settings and prompts that cannot be decoded, before anything is compiled.
 
         Raises:
             InputError: as `Optimized.generate` would raise it.
@@ -88,9 +94,10 @@ class Evaluation:
             )
 
     def run(self, tell: Callable[[State], None] | None = None) -> None:
-        """Decode what is missing; equal programs one after the other, so that each is compiled once. Then judge it.
+        """Decode the missing responses, and then judge them.
 
-        An arm that cannot be run is noted in `failed`, and the others go on.
+        Arms with equal programs run one after the other, so that each program is compiled once. An arm that cannot be
+        run is recorded in `failed`, and the others go on.
         """
         total, done = len(self.arms) * len(self.questions), sum(len(self.found(arm)) for arm in self.arms)
         for group in self._by_recipe():
@@ -129,12 +136,15 @@ class Evaluation:
         return [(question, result) for question, result in results if result is not None]
 
     def score(self, arm: Arm, *tasks: str) -> Score:
-        """Figures of an arm so far, over the named tasks; without names over all."""
+        """Scores of an arm so far, over the named tasks; without names over all."""
         found = [pair for pair in self.found(arm) if not tasks or pair[0].task in tasks]
         return Score.of(found, self._other(arm), self._judged)
 
     def paired(self, arm: Arm, *tasks: str) -> Paired | None:
-        """An arm so far against the one that it is compared with, over the named tasks; None for none."""
+        """Compare an arm so far with its reference, over the named tasks (all without names).
+
+        None for an arm without a reference, and without common results.
+        """
         other = self._other(arm)
         if other is None:
             return None
@@ -142,7 +152,7 @@ class Evaluation:
         return Paired.of([one for one in found if not tasks or one[0].task in tasks], self._judged)
 
     def _other(self, arm: Arm) -> dict[str, Result] | None:
-        """Results of the arm that an arm is compared with, by prompt; None for no other."""
+        """Results of the arm that an arm is compared with, by prompt; None if it has none, or is its own reference."""
         reference = self.references.get(arm)
         if reference is None or reference == arm:
             return None
@@ -152,7 +162,7 @@ class Evaluation:
         return None if self.judge is None else self.store.judged(self.judge.key(result.prompt, result.text))
 
     def salience(self, arm: Arm) -> Salience | None:
-        """Salient rows of an arm so far; None where its recipe counts none, or an older version wrote its results."""
+        """Salient rows of an arm so far; None if its recipe counts none, or an older version wrote its results."""
         return Salience.of(self.store.counted(result.key for _, result in self.found(arm)))
 
     @property
@@ -189,11 +199,11 @@ class Evaluation:
 
     @property
     def comparisons(self) -> int:
-        """Arms that are compared with another: of as many a difference that is shown was picked."""
+        """The number of arms that are compared with another, and so of comparisons from which a reader picks one."""
         return sum(self.references.get(arm) not in (None, arm) for arm in self.arms)
 
     def _read(self, judge: Judge, tell: Callable[[State], None] | None) -> None:
-        """Have the judge read what it has not; equal responses to a prompt once."""
+        """Judge the responses that have no judgement yet; equal responses to a prompt once."""
         pairs = {(r.prompt, r.text): None for arm in self.arms for _, r in self.found(arm)}
         missing = [pair for pair in pairs if self.store.judged(judge.key(*pair)) is None]
         done, left = 0, len(missing)
@@ -240,7 +250,7 @@ class Evaluation:
 
 
 def _counting_layers(program: Optimized) -> Iterator[int]:
-    """Layers that count their salient rows."""
+    """Yield the layers that count their salient rows."""
     graph = program.graph()
     for layer in range(program.spec.layers):
         if salience.finder(graph, layer) is not None:

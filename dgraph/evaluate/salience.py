@@ -1,4 +1,4 @@
-"""Salient rows by layer and step: what a batch counted, and mean shares over batches (DyLLM, figure 5 and table 4)."""
+"""Salient rows by layer and step: counts of a batch, and mean shares over batches (DyLLM, figure 5 and table 4)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Counted:
     """Salient rows of a batch, step by step.
 
     Attributes:
-        keys: of the results of its prompts; see `Keys`.
+        keys: keys of the results of its prompts; see `Keys`.
         layers: the layers that count, from 0.
-        rows: per step, the rows that were forwarded.
-        salient: per step, how many of them were salient in each of these layers.
+        rows: per step, the number of forwarded rows.
+        salient: per step, the number of salient rows among them in each of these layers.
     """
 
     keys: tuple[str, ...]
@@ -29,7 +29,7 @@ class Counted:
 
     @classmethod
     def of(cls, keys: Iterable[str], layers: Iterable[int], stats: GenerationStats) -> Counted | None:
-        """What the statistics of one batch say; None where nothing was counted."""
+        """The counts in the statistics of one batch; None if nothing was counted."""
         if not stats.salient:
             return None
         return cls(tuple(keys), tuple(layers), tuple(stats.step_rows), tuple(map(tuple, stats.salient)))
@@ -56,7 +56,7 @@ class Counted:
         return {"batch": self.keys, "layers": self.layers, "rows": self.rows, "salient": self.salient}
 
     def full(self, step: int) -> bool:
-        """Whether every layer ran on all rows in that step."""
+        """True if every layer ran on all rows in that step."""
         return all(count == self.rows[step] for count in self.salient[step])
 
 
@@ -64,14 +64,15 @@ class Counted:
 class Salience:
     """Mean share of the forwarded rows that are salient; a mean over batches weighs each by its prompts.
 
-    A step in which all layers run on all rows is a full one, any other a sparse one. One that is full for some
-    sequences of a batch only is sparse.
+    A step in which all layers run on all rows is full, and any other is sparse. A step that is full for some sequences
+    of a batch only is sparse.
 
     Attributes:
-        prompts: for which there are counts.
+        prompts: number of prompts for which there are counts.
         layers: the layers that count, from 0.
-        shares: per step and layer, the sum of the shares of batches for which the step was sparse, by their weight.
-        sparse, full: per step, the weight of the batches for which it was one.
+        shares: per step and layer, the weighted sum of the shares of batches for which the step was sparse; a batch's
+            weight is its number of prompts.
+        sparse, full: per step, the weight of the batches for which it was sparse, and for which it was full.
     """
 
     prompts: int
@@ -82,7 +83,7 @@ class Salience:
 
     @classmethod
     def of(cls, batches: Sequence[tuple[Counted, int]]) -> Salience | None:
-        """Of batches and how many prompts of each are looked at; None without any."""
+        """Average over batches, each given with the number of its prompts that count; None without batches."""
         if not batches:
             return None
         layers, length = batches[0][0].layers, max(len(counted.rows) for counted, _ in batches)
@@ -98,23 +99,26 @@ class Salience:
         return cls(sum(n for _, n in batches), layers, tuple(map(tuple, shares)), tuple(sparse), tuple(full))
 
     def cell(self, step: int, layer: int) -> float | None:
-        """The mean over batches for which a step was sparse; layer: its place in `layers`. None for a full step."""
+        """The mean share over batches for which a step was sparse; None if there are none.
+
+        layer: the layer's place in `layers`.
+        """
         return self.shares[step][layer] / self.sparse[step] if self.sparse[step] else None
 
     @property
     def by_layer(self) -> list[float] | None:
-        """Per layer, the mean over the sparse steps of all batches; None without any."""
+        """Per layer, the mean share over the sparse steps of all batches; None without sparse steps."""
         total = sum(self.sparse)
         return [sum(column) / total for column in zip(*self.shares, strict=True)] if total else None
 
     @property
     def by_step(self) -> list[float]:
-        """Per step, the mean over its layers and batches; 1 for a full one."""
+        """Per step, the mean share over its layers and batches; 1 for a full step."""
         weights = zip(self.shares, self.sparse, self.full, strict=True)
         return [(sum(s) / len(self.layers) + full) / (sparse + full) for s, sparse, full in weights]
 
     def mean(self, first: int = 0, last: int | None = None) -> float | None:
-        """Over all layers and the sparse ones of steps first to last - 1; None without any."""
+        """The mean share over all layers and the sparse ones of steps first to last - 1; None without sparse steps."""
         total = sum(self.sparse[first:last])
         return sum(map(sum, self.shares[first:last])) / (total * len(self.layers)) if total else None
 

@@ -1,9 +1,10 @@
-"""Scales of inputs with which weights of few bits round best (AWQ, Lin et al., 2023, arXiv 2306.00978, section 3.2).
+"""Scales of inputs with which low-bit weights round best (AWQ, Lin et al., 2023, arXiv 2306.00978, section 3.2).
 
-A channel of large inputs weighs more in a product, so its column of the weight should be rounded more finely: columns
-are multiplied by s before rounding, and what makes the inputs is divided by s. That is a norm, whose vector is divided,
-or the product that is gated before a down projection, whose rows are; so nothing is computed besides. Per group of
-weights that read the same inputs, s = (mean |x|)^a, and a is what makes the squared error of the outputs least.
+A channel of large inputs weighs more in a product, so its column of the weight should be rounded more finely. Columns
+are multiplied by s before rounding, and the weight that makes the inputs is divided by s. It is the vector of a norm,
+or the rows of the up projection whose gated product a down projection reads. So nothing more is computed at run time.
+Each group of weights that read the same inputs has s = (mean |x|)^a, with the a of the least squared error of the
+outputs.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from dgraph.saving import Fold
 aten = torch.ops.aten
 
 GRID = 20
-"""Values of a that are tried, from 0 (no scales) on, below 1."""
+"""Number of values of a that are tried, from 0 (no scales) on, below 1."""
 ROWS = 256
-"""Rows of inputs, evenly from all prompts, that the error is measured on."""
+"""Rows of inputs, evenly from all prompts, on which the error is measured."""
 LEAST = 1e-4
-"""Of a mean |x|: a channel that is always zero has no scale."""
+"""Lower bound of mean |x|, as a channel that is always zero would have the scale 0."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Group:
     """Weights that read the same inputs.
 
     Attributes:
-        inputs: the node of these, over packed rows.
+        inputs: the node of the inputs, over packed rows.
         made: the name of the weight that can be divided along its first dimension instead of the inputs.
         read: the names of the weights.
     """
@@ -52,7 +53,7 @@ def scales_for(inputs: Inputs, progress: Callable[[int, int], None] | None = Non
     """The scales with which `dgraph.save_quantised(model, out, weights, folds=...)` writes a checkpoint.
 
     Args:
-        inputs: of the model.
+        inputs: inputs of the model.
         progress: called with (groups done, groups in all).
 
     Returns:
@@ -76,14 +77,14 @@ def scales_for(inputs: Inputs, progress: Callable[[int, int], None] | None = Non
 
 
 class Seen:
-    """What is kept of a group's inputs: the sum of |x| by channel, and some rows."""
+    """Statistics of a group's inputs: the sum of |x| by channel, and some rows."""
 
     def __init__(self) -> None:
         self._sum: Tensor | float = 0.0
         self._count, self._rows = 0, list[Tensor]()
 
     def add(self, inputs: Tensor, rows: int) -> None:
-        """Take in the inputs [n, in] of a prompt; `rows`: how many to keep, evenly."""
+        """Add the inputs [n, in] of a prompt. rows: most rows to keep, at even distances."""
         wide = inputs.float()
         self._sum, self._count = self._sum + wide.abs().sum(0), self._count + len(wide)
         self._rows.append(wide[:: -(-len(wide) // rows)].clone())
@@ -95,13 +96,13 @@ class Seen:
 
     @property
     def rows(self) -> Tensor:
-        """f32[n, in]."""
+        """The kept rows, f32[n, in]."""
         return torch.cat(self._rows)
 
 
 @torch.no_grad()
 def best(seen: Seen, weights: Sequence[tuple[Tensor, Format]]) -> Tensor | None:
-    """The scales f32[in] of the least squared error of the outputs of some weights; None if that is without scales."""
+    """The scales f32[in] with the least squared error of the outputs of some weights; None if no scales are best."""
     mean, rows = seen.mean.clamp(min=LEAST), seen.rows
     tried = [mean ** (i / GRID) for i in range(GRID)]
     tried = [scales / (scales.max() * scales.min()).sqrt() for scales in tried]
@@ -116,7 +117,7 @@ def best(seen: Seen, weights: Sequence[tuple[Tensor, Format]]) -> Tensor | None:
 
 
 def groups_of(graph: Graph) -> Iterator[Group]:
-    """The groups of a packed graph: what reads a norm alone, and down projections of a gated product."""
+    """Yield the groups of a packed graph: weights that read only a norm, and down projections of a gated product."""
     linears = {linear.node: linear for linear in linears_of(graph.calls, "plain")}
     for node in graph.calls:
         if op_name(node.target) == "dgraph.rms_norm":

@@ -1,4 +1,4 @@
-"""Figures of an arm: exact match with an interval, steps, rows, agreement."""
+"""Scores of an arm: exact match with an interval, steps, rows, agreement."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ Z95 = 1.959963984540054
 
 
 def wilson(hits: int, count: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval of a share: (low, high) in [0, 1]; all of it where nothing was counted."""
+    """Wilson's score interval of a share: (low, high) in [0, 1]; (0, 1) if `count` is 0."""
     if not count:
         return 0.0, 1.0
     share, spread = hits / count, z * z / count
     centre = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
-    # At the ends the interval reaches them; rounding would stop short.
+    # The interval reaches 0 for no hits and 1 for all, which rounding would miss.
     return (0.0 if hits == 0 else centre - half), (1.0 if hits == count else centre + half)
 
 
 def equal_tokens(ids: Sequence[int], reference: Sequence[int]) -> tuple[int, int]:
-    """Places where two responses have the same token, and the length of the longer one."""
+    """The number of places at which two responses have the same token, and the length of the longer one."""
     return sum(a == b for a, b in zip(ids, reference, strict=False)), max(len(ids), len(reference))
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far responses are those of another arm.
+    """Agreement of an arm's responses with those of another arm.
 
     Attributes:
-        prompts: that both arms answered.
-        identical: of these, how many with the same ids.
-        equal, tokens: places with the same token, and places, over all of them.
+        prompts: number of prompts that both arms answered.
+        identical: number of these prompts with the same ids.
+        equal, tokens: number of places with the same token, and of all places, over all these prompts.
     """
 
     prompts: int
@@ -58,7 +58,7 @@ class Agreement:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Result, Result]]) -> Agreement | None:
-        """Of (result, result of the other arm); None without any."""
+        """Compare pairs (result, result of the other arm); None without pairs."""
         found = [(a.token_ids, b.token_ids) for a, b in pairs]
         if not found:
             return None
@@ -77,18 +77,20 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Score:
-    """Figures over some prompts.
+    """Scores over some prompts.
 
     Attributes:
-        prompts: how many were decoded.
-        scored, hits: those that have an answer, and those of them that are right.
+        prompts: number of decoded prompts.
+        scored, hits: number of prompts that have an answer, and of those that were answered right.
         steps, decoded, rows: sums over the prompts; see `Result`.
-        seconds: for information: prompts share a batch, and the machine other work.
-        tokens: of the responses, by the tokenizer of the model that wrote them, without end padding.
-        repeated, ngrams: n-grams of these tokens that stand in their response before, and all; see `repetition`.
-        judged: responses that a judge has read.
-        nll, judge_tokens, judge_bytes: of these, in nats, tokens of its own tokenizer, and bytes of UTF-8.
-        agreement: with the arm that it is compared with; None for none.
+        seconds: sum over the prompts; only for information, as prompts share a batch and the machine has other work.
+        tokens: tokens of the responses, by the tokenizer of the model that wrote them, without end padding.
+        repeated, ngrams: number of n-grams of these tokens that occur earlier in their response, and of all n-grams;
+            see `repetition`.
+        judged: number of responses that a judge has read.
+        nll, judge_tokens, judge_bytes: sums over these responses: nats, tokens of the judge's tokenizer, and bytes of
+            UTF-8.
+        agreement: agreement with the arm of comparison; None without one.
     """
 
     prompts: int
@@ -114,7 +116,13 @@ class Score:
         reference: Mapping[str, Result] | None = None,
         judged: Callable[[Result], Judged | None] = lambda result: None,
     ) -> Score:
-        """Of questions and results; reference: results of another arm by prompt; judged: what a judge made of one."""
+        """Score questions and results.
+
+        Args:
+            found: questions with their results.
+            reference: results of the arm of comparison by prompt; None without one.
+            judged: gives the judgement of a result; None for one that was not judged.
+        """
         results = [result for _, result in found]
         marks = [mark for q, r in found if (mark := q.right(r.text)) is not None]
         repeats = [repetition(r.token_ids) for r in results]
@@ -140,7 +148,7 @@ class Score:
 
     @property
     def exact_match(self) -> float | None:
-        """Share of right answers; None where nothing has one."""
+        """Share of right answers; None if no prompt has an answer."""
         return self.hits / self.scored if self.scored else None
 
     @property
@@ -165,17 +173,17 @@ class Score:
 
     @property
     def repetition(self) -> float | None:
-        """Share of n-grams that repeat; None where no response is long enough."""
+        """Share of n-grams that repeat; None if no response is long enough."""
         return self.repeated / self.ngrams if self.ngrams else None
 
     @property
     def nll_per_token(self) -> float | None:
-        """Nats per token of the judge, over all judged responses; None where it has read no token."""
+        """Nats per token of the judge, over all judged responses; None if it has read no token."""
         return self.nll / self.judge_tokens if self.judge_tokens else None
 
     @property
     def perplexity(self) -> float | None:
-        """exp of `nll_per_token`."""
+        """exp(nll_per_token), with the exponent at most 700; None without a judged token."""
         return None if self.nll_per_token is None else math.exp(min(self.nll_per_token, 700.0))
 
     def to_json(self) -> dict[str, Any]:

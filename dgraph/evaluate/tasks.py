@@ -1,4 +1,4 @@
-"""Tasks whose problems are installed with dgraph, for every model that reads English: see data/README.md."""
+"""Tasks whose problems are installed with dgraph, for every model that reads English; see data/README.md."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FOLDER = Path(__file__).parent / "data"
 
 @dataclass(frozen=True)
 class Task:
-    """How problems are asked and their answers read.
+    """Instruction and comparison of a task's problems.
 
     Attributes:
-        compare: how a response is compared with the answer, a name of `dgraph.evaluate.comparisons.COMPARISONS`.
-        ask: follows each problem, on a line of its own; "" for nothing.
-        new_tokens: length limit of a response where nobody gives one.
+        compare: comparison of a response with the answer, a name of `dgraph.evaluate.comparisons.COMPARISONS`.
+        ask: instruction after each problem, on a line of its own; "" for none.
+        new_tokens: default length limit of a response.
     """
 
     compare: str
@@ -45,11 +45,12 @@ TASKS: dict[str, Task] = {
     "bbh/word_sorting": Task("words", f"{_STEPS} the sorted words, separated by spaces."),
     "facts": Task("says", "", 64),
 }
-"""By name, which is that of the file, too."""
+"""Tasks by name, which is also the name of the file."""
 
 
 def questions_of(name: str, count: int | None = None, seed: int | None = None) -> list[Question]:
-    """Problems of a task: the first `count`, or as many at random by a seed; all where there are no more.
+    """Problems of a task: the first `count`, or as many at random by a seed; all if there are no more or without
+    `count`.
 
     Raises:
         UnknownName: no such task.
