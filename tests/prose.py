@@ -48,7 +48,10 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """The paragraphs of a docstring in one line each, entries of sections too; code, tables and lists are left out."""
+    """The paragraphs of a docstring in one line each, entries of sections too.
+
+    Code, tables, lists and the examples of help texts, which begin with a backspace, are left out.
+    """
     lines = text.splitlines()
     indents = [len(line) - len(line.lstrip()) for line in lines[1:] if line.strip()]
     base, held = min(indents, default=0), list[str]()
@@ -60,7 +63,7 @@ def paragraphs(text: str) -> Iterator[str]:
         entry = section and depth == 4
         code = (depth >= 4 and not section) or words.startswith(("|", "- ", "* ", ">>>"))
         if not words or header or entry or code:
-            if held:
+            if held and held[0] != "\b":
                 yield " ".join(held)
             held = []
         section = header or (section and (depth > 0 or not words))
