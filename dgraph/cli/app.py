@@ -1,4 +1,4 @@
-"""The application: its commands, and what becomes of errors, warnings and Ctrl-C."""
+"""The application: its commands, and the handling of errors, warnings and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ COMMANDS = {
     "models": "tables:models",
     "doctor": "doctor:doctor",
 }
-"""Per command the module below dgraph.cli, and in it the function, or the application with commands of its own."""
+"""Commands by name: the module below dgraph.cli, and its function, or its application with commands of its own."""
 
 
 class Imported(Mapping[str, Any]):
-    """The commands by name, in the order of `COMMANDS`; one is imported when it is asked for."""
+    """The commands by name, in the order of `COMMANDS`; a command is imported when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
         module, _, attribute = COMMANDS[name].partition(":")
@@ -68,14 +68,14 @@ class Imported(Mapping[str, Any]):
 
 
 class Commands(TyperGroup):
-    """The commands; errors as one line."""
+    """The group of commands, which prints errors as one line."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings)
         self.commands: Any = Imported()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in their order, none imported."""
+        """Names of the commands in their order; no command is imported."""
         return list(self.commands)
 
     def main(self, *args: Any, **extra: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`dgraph bench`: what a step costs, next to its floor and to another recipe; `record`: traces; `serve`: an engine."""
+"""`dgraph bench`: cost of a step next to its floor and to another recipe; `record`: traces; `serve`: an engine."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def bench(
 ) -> None:
     """Measure what a step costs: time by stage and kernel, rows, memory, host reads, and its floor at the same rows.
 
-    The floor are the step's matrix products at the very row counts that were met and the bytes that attention reads,
-    measured in the same run; ratio is time over floor. Attention over packed keys, or that is updated, has none: floor
-    and ratio are of the products alone. Time starts after the prefill. No token ends a response here, so that every arm
-    decodes as many. Under a trace that says which columns are kept, a recipe that evicts keeps these (select=scripted),
-    unless an option says otherwise.
+    The floor is the time of the step's matrix products at the very row counts that were met, and of the bytes that
+    attention reads. It is measured in the same run; ratio is time over floor. Attention over packed keys, or that is
+    updated, has no floor: floor and ratio are of the products alone. Time starts after the prefill. No token ends a
+    response here, so that every arm decodes as many. Under a trace that says which columns are kept, a recipe that
+    evicts keeps these (select=scripted), unless an option says otherwise.
 
     \b
     dgraph bench --model tiny_sdar --against dense --commits benchmarks/traces/text.json
@@ -119,7 +119,7 @@ def bench(
 def _measure(
     measure: Bench, arms: Sequence[Arm], load: Load, setting: dict[str, Any], json: Path | None, plot: Path | None
 ) -> None:
-    """Measure every arm, and show what came of it."""
+    """Measure every arm, and show the measurements."""
     import dgraph.bench.report as written
 
     done: list[Measured] = []
@@ -209,7 +209,7 @@ def _load(
     tokens: int,
     block: int | None,
 ) -> Load:
-    """The workload, but for the prompts' ids: lists of zeros of their lengths."""
+    """The workload, with lists of zeros of the prompts' lengths in place of their ids."""
     from dgraph.bench.load import Load
     from dgraph.engine.load import Lengths
 
@@ -288,7 +288,7 @@ def _show(done: Sequence[Measured], failed: dict[str, str], load: Load, title: s
 
 @contextmanager
 def _progress(arms: int) -> Iterator[Callable[[str, str, int], None]]:
-    """A bar over the arms with what is being done, while stderr is a terminal."""
+    """Show a bar over the arms and the work in progress, while stderr is a terminal."""
     if not ERR.is_terminal:
         yield lambda arm, what, done: None
         return

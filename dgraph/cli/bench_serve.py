@@ -198,7 +198,7 @@ def serve(
 
 
 Load = tuple[str, float]
-"""A share of the capacity ("load"), requests per second ("rate"), so many clients ("clients"), or "trace"."""
+"""Kind and value: share of the capacity ("load"), requests per second ("rate"), clients ("clients"), or "trace"."""
 
 
 def _loads(load: str | None, rate: str | None, clients: str | None, trace: str | None) -> list[Load]:
@@ -250,7 +250,7 @@ def _requests(trace: str | None, count: int | None, prompt: str, tokens: str, se
 
 
 def _fitting(asked: Sequence[Request], tokens: int | None, most: int) -> tuple[list[Request], int]:
-    """The requests, prompts cut to what the model or --max-tokens allows; positions of the longest."""
+    """The requests, with prompts cut to what the model or --max-tokens allows, and the positions of the longest."""
     from dgraph.bench.serve import cut
 
     found, shortened = cut(asked, min(tokens or most, most))

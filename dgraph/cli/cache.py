@@ -182,10 +182,10 @@ def _facts(found: Entry) -> dict[str, Any]:
 
 
 def _choices(found: Entry) -> list[dict[str, Any]]:
-    """What an entry of kind "tuning" holds, as `dgraph.ops.tuning.Choice.to_json` wrote it.
+    """Choices in an entry of kind "tuning", as `dgraph.ops.tuning.Choice.to_json` wrote them.
 
     Raises:
-        CacheError: it is damaged.
+        CacheError: the entry is damaged.
     """
     import json
 
@@ -195,10 +195,10 @@ def _choices(found: Entry) -> list[dict[str, Any]]:
 
 
 def _kernels(found: Entry) -> dict[str, list[int]]:
-    """What an entry of kind "kernels" holds: by name the bytes of code of each specialisation.
+    """Kernels in an entry of kind "kernels": by name, the bytes of code of each specialisation.
 
     Raises:
-        CacheError: it is damaged.
+        CacheError: the entry is damaged.
     """
     from dgraph.lowering.kernels import FILE, names_of
 
@@ -216,7 +216,7 @@ def _content(found: Entry, file: str, read: Callable[[bytes], T]) -> T:
 
 
 def _print_choices(choices: list[dict[str, Any]]) -> None:
-    """Per shape the tiling, its time and the default's; then the tilings that could not be timed, and why."""
+    """Print the tiling of each shape, its time and the default's; then the tilings that could not be timed, and why."""
     from dgraph.ops.tuning import text_of
 
     def micro(seconds: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What the commands of `dgraph cache` share: their arguments, and the cache and artifacts that these name."""
+"""Common parts of the commands of `dgraph cache`: arguments, and the cache and artifacts that they name."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Folder = Annotated[
 
 
 def open_cache(folder: str | None) -> Store:
-    """The cache in a folder, or the user's own.
+    """Open the cache in a folder, or the user's own.
 
     Raises:
-        CacheError: it cannot be used.
+        CacheError: the cache cannot be used.
     """
     from dgraph.cache.place import default_folder
     from dgraph.cache.store import Store
@@ -36,7 +36,8 @@ def chosen(store: Store, names: list[str] | None) -> list[Entry]:
     """The artifacts of these names, or all that are usable.
 
     Raises:
-        UnknownName, CacheError: none or several have such a name.
+        UnknownName: no artifact has such a name.
+        CacheError: several artifacts have such a name.
     """
     from dgraph.cache.upkeep import entries, entry
 

@@ -1,4 +1,4 @@
-"""`dgraph cache gc`, `rm`, `export`, `import`: what changes the artifact cache, or carries it elsewhere."""
+"""`dgraph cache gc`, `rm`, `export`, `import`: changes of the artifact cache, and its transfer to another."""
 
 from __future__ import annotations
 

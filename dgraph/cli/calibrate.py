@@ -47,10 +47,10 @@ def calibrate(
     fact: given.Facts = None,
     json: given.Json = False,
 ) -> None:
-    """Measure how much each layer changes the hidden states that it is given, and keep it beside the model.
+    """Measure how much each layer changes the hidden states that it is given, and write that beside the model.
 
     Recipe maskkv divides what it keeps among layers by it. The importance of a layer is 1 - the mean cosine of the
-    hidden states before it and after it, over all positions of a prompt and a masked response.
+    hidden states before and after it. The mean is over all positions of a prompt and a masked response.
 
     \b
     dgraph calibrate tiny_llada --out calibration.json
@@ -82,10 +82,10 @@ def calibrate(
 
 
 def _writable(folder: Path, out: Path | None) -> Path:
-    """Where to write.
+    """The path to write to.
 
     Raises:
-        InputError: that cannot be written.
+        InputError: the path cannot be written.
     """
     from dgraph.plans.calibration import FILE
 
@@ -100,10 +100,10 @@ def _writable(folder: Path, out: Path | None) -> Path:
 
 
 def prompts_of(model: str, count: int, seed: int) -> list[str]:
-    """Held-out prompts of an embedded model's tasks in turn, none of those that it is evaluated on by default.
+    """Held-out prompts of an embedded model's tasks in turn, without those of its default evaluation.
 
     Raises:
-        InputError: it has no tasks, or too few prompts.
+        InputError: the model has no tasks, or too few prompts.
     """
     from dgraph.evaluate.questions import drawn, stored
     from dgraph.families import embedded
@@ -124,7 +124,7 @@ def read_prompts(file: Path) -> list[str]:
     """The prompts of a JSONL file.
 
     Raises:
-        InputError: it cannot be read, or a line has no prompt.
+        InputError: the file cannot be read, or a line has no prompt.
     """
     from dgraph.evaluate.questions import parse_questions
 
@@ -141,7 +141,7 @@ def _rows(measured: Calibration) -> list[tuple[str, str, str, str]]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar over the prompts, while stderr is a terminal."""
+    """Show a bar over the prompts, while stderr is a terminal."""
     if not ERR.is_terminal:
         yield lambda done, count: None
         return

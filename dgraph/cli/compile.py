@@ -38,7 +38,7 @@ def compile_(
     check: given.Check = "",
     json: given.Json = False,
 ) -> None:
-    """Compile a model under a recipe, so that later processes only load it. What is there already is not made again.
+    """Compile a model under a recipe, so that later processes only load it. Stored artifacts are not made again.
 
     \b
     dgraph compile tiny_sdar -r focus

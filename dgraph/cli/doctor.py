@@ -1,4 +1,4 @@
-"""`dgraph doctor`: is everything here that dgraph needs?"""
+"""`dgraph doctor`: checks of everything that dgraph needs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dgraph.cli.output import OUT, columns, print_json, status
 from dgraph.text.columns import NARROWEST
 
 OPTIONAL = {"triton": "kernels for a GPU; a CPU needs none"}
-"""Packages that dgraph runs without."""
+"""Optional packages, without which dgraph runs, and their uses."""
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was looked at, "ok", "warn" or "fail", what was found, and what to do."""
+    """One line of the report: subject, "ok", "warn" or "fail", finding, and advice."""
 
     name: str
     status: str
@@ -70,7 +70,7 @@ def _lines(text: str, indent: int) -> list[str]:
 
 
 def _packages() -> Iterator[Check]:
-    """Installed versions against the bounds that dgraph's own metadata declares."""
+    """Check installed versions against the bounds that dgraph's own metadata declares."""
     from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
@@ -112,7 +112,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _compiler() -> Iterator[Check]:
-    """Compile a small region as every program's regions are compiled."""
+    """Check the compiler with a small region, compiled in the same way as those of programs."""
     names = [n for n in (os.environ.get("CXX"), "g++", "clang++", "c++") if n]
     path = next((found for n in names if (found := shutil.which(n))), None)
     if path is None:
@@ -176,7 +176,7 @@ def _models() -> Iterator[Check]:
 
 
 def _damaged(folder: Path) -> list[str]:
-    """Shards that cannot be opened, or "*.safetensors" if there is none."""
+    """Names of shards that cannot be opened, or "*.safetensors" if there are no shards."""
     from safetensors import SafetensorError, safe_open
 
     damaged, shards = [], sorted(folder.glob("*.safetensors"))
@@ -190,7 +190,7 @@ def _damaged(folder: Path) -> list[str]:
 
 
 def _cache() -> Iterator[Check]:
-    """Where Inductor keeps what it compiled."""
+    """Check that Inductor's cache folder is writeable, and has room."""
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
     present = next(p for p in (folder, *folder.parents) if p.exists())
     try:
@@ -206,7 +206,10 @@ def _cache() -> Iterator[Check]:
 
 
 def _artifacts() -> Iterator[Check]:
-    """Where dgraph stores compiled regions; without it programs run, but are compiled anew in every process."""
+    """Check that dgraph's artifact cache can be used.
+
+    Without it programs run, but are compiled anew in every process.
+    """
     from dgraph.cache.place import FOLDER_VARIABLE, check_owner, default_folder
     from dgraph.errors import CacheError
 

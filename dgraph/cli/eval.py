@@ -190,7 +190,7 @@ def _choices(
     sweep: Sequence[str] | None,
     against: str,
 ) -> tuple[list[Choice], list[Choice], dict[str, list[Any]], Choice | None]:
-    """Recipes, rules, sweeps and the recipe to compare with, as the command line says them.
+    """Recipes, rules, sweeps and the recipe to compare with, as the command line gives them.
 
     Raises:
         UnknownName, InputError: a name, an option or a value that does not exist.
@@ -226,7 +226,7 @@ def _choices(
 
 
 def _swept(key: str, value: str, recipes: Sequence[Choice], rules: Sequence[Choice]) -> Any:
-    """A value of a swept option, as the type of the recipe's or rule's own value of it."""
+    """A value of a swept option, read as the type of that option's value in the recipe or rule."""
     from dgraph.evaluate.arms import SHORT
     from dgraph.recipes import RECIPES, options_of
     from dgraph.runtime.policies import options_of as rule_options
@@ -243,7 +243,7 @@ def _swept(key: str, value: str, recipes: Sequence[Choice], rules: Sequence[Choi
 
 
 def _rule_values(name: str, defaults: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
-    """Options of a rule; one whose default is None takes a number."""
+    """Options of a rule; an option without a default value takes a number."""
     from dgraph.runtime.sampling import SETTINGS, Sampler
 
     if name:
@@ -280,10 +280,10 @@ def _questions(model: str, data: Path | None, tasks: list[str], count: int | Non
 
 
 def _known(model: str) -> Embedded | None:
-    """The embedded model of that name; None for a folder.
+    """The embedded model of a name; None for a folder.
 
     Raises:
-        UnknownName: neither.
+        UnknownName: neither an embedded model nor a folder has that name.
     """
     from dgraph.families import embedded
 
@@ -310,7 +310,7 @@ def _evaluation(
     facts: dict[str, Any],
     judge: str | None,
 ) -> Evaluation:
-    """The evaluation, with everything that can be refused refused."""
+    """Build the evaluation, after all checks that can refuse it."""
     import dgraph
     from dgraph.evaluate.arms import expand
     from dgraph.evaluate.results import Keys, Store, fingerprint
@@ -365,12 +365,12 @@ def _evaluation(
 
 
 def _shape_of(spec: ModelSpec) -> str:
-    """What two models have in common that are one, stored in different ways."""
+    """Text of a model's shape, which does not depend on the storage of its weights."""
     return f"{spec.layers} layers of {spec.hidden}, {spec.vocab} ids, blocks of {spec.block_length} ({spec.family})"
 
 
 def _is_folder(weights: str) -> bool:
-    """Whether it names a folder of weights, and not a format."""
+    """True if `weights` names a folder of weights, and not a format."""
     from dgraph.passes.quantize_weights import SPELLINGS
 
     return weights not in SPELLINGS and Path(weights).is_dir()
@@ -410,7 +410,7 @@ def _show(evaluation: Evaluation, json: bool) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[State], None]]:
-    """A bar over the responses of all arms with what is being done, while stderr is a terminal."""
+    """Show a bar over the responses of all arms and the work in progress, while stderr is a terminal."""
     if not ERR.is_terminal:
         yield lambda state: None
         return

@@ -1,4 +1,4 @@
-"""`dgraph generate`: the main job."""
+"""`dgraph generate`: responses to prompts."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def generate(
 
 
 def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int | None) -> None:
-    """Refuse what cannot be decoded now: compiling takes a minute and writes to a cache.
+    """Refuse prompts and settings that cannot be decoded before compiling, which takes a minute and writes to a cache.
 
     Raises:
         InputError: as `Optimized.generate` would raise it.
@@ -204,7 +204,7 @@ def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int 
 def _watched(
     optimized: Optimized, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
 ) -> tuple[list[str], list[Run]]:
-    """Continue prompts in an engine, which tells of every step; texts, and how each came about."""
+    """Continue prompts in an engine that reports every step; returns texts, and a record of each one's steps."""
     from dgraph.engine.submission import Submission
     from dgraph.viewer import Run
 
@@ -246,7 +246,7 @@ def _watched(
 
 
 def _counts(runs: list[Run]) -> dict[str, Any]:
-    """Counts of runs that went together, by the names of `GenerationStats`."""
+    """Counts summed over runs that were decoded together, by the names of `GenerationStats`."""
     tokens, rows = (sum(run.usage[name] for run in runs) for name in ("completion_tokens", "rows"))
     decoded, steps = sum(run.decoded for run in runs), [len(run.steps) for run in runs]
     return {

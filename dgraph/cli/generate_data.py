@@ -33,7 +33,7 @@ def generate_data(
     mesh: DeviceMesh | None,
     json: bool,
 ) -> None:
-    """Answer what a file asks and another one has no answer to yet.
+    """Answer the questions of a file to which the output file has no answer yet.
 
     Args:
         blueprint: of the engines.
@@ -88,7 +88,7 @@ def generate_data(
 
 
 def help_generate(blueprint: Blueprint, mesh: DeviceMesh | None) -> None:
-    """What the ranks after the first do meanwhile."""
+    """Run the ranks after the first while that one answers questions."""
     if agreed(False):
         (engine,) = blueprint.engines(mesh=mesh).values()
         engine.join()
@@ -101,7 +101,7 @@ def _answer_here(
     tell: Tell,
     write: Callable[[Answer], None],
 ) -> None:
-    """In this process, and the other ranks of a mesh."""
+    """Answer questions in this process, and the other ranks of a mesh."""
     from dgraph.dataset.asking import ask_all
 
     async def answer() -> None:
@@ -116,7 +116,11 @@ def _answer_here(
 
 @contextmanager
 def _shown(count: int, done: int) -> Iterator[tuple[Tell, Callable[[], None]]]:
-    """A bar over all questions while stderr is a terminal; yields what tells of the work, and what counts an answer."""
+    """Show a bar over all questions while stderr is a terminal.
+
+    Yields:
+        A function that shows a text about the work, and one that counts an answer.
+    """
     if not ERR.is_terminal:
         yield (lambda what: None), (lambda: None)
         return

@@ -39,14 +39,14 @@ def listed(kind: str) -> list[Entry]:
 
 
 def declared(kind: str) -> list[Entry]:
-    """The same from the declarations, which imports torch: plain values, as JSON has them."""
+    """The entries of a kind from the declarations, as plain values of JSON. This imports torch."""
     from dgraph.cli.output import plain
 
     return plain(_READERS[kind]())
 
 
 def index_text() -> str:
-    """The text that listing.json has to have."""
+    """The text of an up-to-date listing.json."""
     found = {kind: declared(kind) for kind in _READERS}
     for entry in found["models"]:
         if entry["folder"] is not None:

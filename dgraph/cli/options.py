@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "FORMAT[:KEY=VALUE,...]"
-"""How weights are stored, as a text; see `dgraph.captured.quantising`."""
+"""Form of the text that gives the storage of weights; see `dgraph.captured.quantising`."""
 
 Model = Annotated[
     str,

@@ -54,12 +54,12 @@ _PLAIN: Any = {"theme": _THEME, "highlight": False, "markup": False, "emoji": Fa
 OUT = Console(**_PLAIN)
 """The console of results."""
 ERR = Console(stderr=True, **_PLAIN)
-"""The console of everything else; one, so that a message finds its place beside a spinner."""
+"""The console of everything else. There is only one, so that messages and a spinner share the terminal."""
 _HUSHED = False
 
 
 def print_text(text: str) -> None:
-    """Print a result that is text of its own, byte for byte, with a newline at its end.
+    """Print a result that is plain text, byte for byte, with a newline at its end.
 
     Raises:
         InputError: it cannot be written.
@@ -83,13 +83,13 @@ def print_listing(text: str) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print one JSON object; infinities become strings, which JSON has no numbers for."""
+    """Print one JSON object; infinities become strings, as JSON has no numbers for them."""
     indent = 2 if sys.stdout.isatty() else None
     print_text(json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False))
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it."""
+    """A value in a form that JSON can hold."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -100,7 +100,7 @@ def plain(value: Any) -> Any:
 
 
 def check_page(file: str) -> None:
-    """Refuse now what `write_page` could not write after all the work.
+    """Refuse a page that `write_page` could not write, before the work whose results it shows.
 
     Raises:
         InputError: as `write_page`.
@@ -109,7 +109,7 @@ def check_page(file: str) -> None:
 
 
 def write_page(file: str, text: str) -> None:
-    """Write what `--html FILE` asks for.
+    """Write the page of `--html FILE`.
 
     Raises:
         InputError: the file cannot be written.
@@ -118,7 +118,7 @@ def write_page(file: str, text: str) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Refuse now what `write_file` could not write after all the work.
+    """Refuse a file that `write_file` could not write, before the work whose results it holds.
 
     Raises:
         InputError: it is a folder, or in none that can be written.
@@ -146,7 +146,7 @@ def write_file(option: str, path: Path, text: str) -> None:
 
 
 def columns() -> int | None:
-    """Letters of a line: as COLUMNS says, else those of the terminal; None for any number, in a pipe."""
+    """Letters of a line: the value of COLUMNS, else those of the terminal; None for no limit, in a pipe."""
     said = os.environ.get("COLUMNS", "")
     if said.isdecimal() and int(said):
         return int(said)
@@ -154,7 +154,7 @@ def columns() -> int | None:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], piped: int | None = None) -> None:
-    """Print a table: with rules on a terminal where it fits, else as aligned columns or paragraphs.
+    """Print a table: with rules on a terminal if it fits, else as aligned columns or paragraphs.
 
     piped: letters of a line in a pipe, unless COLUMNS says; None for any number.
     """
@@ -170,37 +170,37 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], piped: int
 
 
 def _ruled_width(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Letters of a line of a table with rules, and three between two columns."""
+    """Letters of a line of a table with rules, with three between two columns."""
     return sum(max(map(len, column)) + 3 for column in zip(titles, *rows, strict=True))
 
 
 def complain(message: str) -> None:
-    """Print an error, whatever else is silent."""
+    """Print an error, even after `hush`."""
     before, ERR.quiet = ERR.quiet, False
     ERR.print(f"error: {message}")
     ERR.quiet = before
 
 
 def hush() -> None:
-    """From now on print errors alone, and write no files: another process prints and writes the same."""
+    """Print errors alone from now on, and write no files, as another process prints and writes the same."""
     global _HUSHED
     _HUSHED, ERR.quiet = True, True
     _discard()
 
 
 def _discard() -> None:
-    """From now on results go nowhere."""
+    """Drop results that are printed from now on."""
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (until the process ends)
 
 
 def writes() -> bool:
-    """Whether files are this process's to write."""
+    """True if this process writes files; False after `hush`."""
     return not _HUSHED
 
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[str], None]]:
-    """What is being done, beside a spinner, while stderr is a terminal; yields a function that changes it."""
+    """Show a text beside a spinner, while stderr is a terminal; yields a function that changes the text."""
     if _HUSHED or not ERR.is_terminal:
         yield lambda what: None
         return
@@ -210,7 +210,7 @@ def status(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Each distinct `UserWarning` as one line on stderr, dgraph's and plugins'; those of torch not at all."""
+    """Print each distinct `UserWarning` of dgraph and of plugins as one line on stderr; drop those of torch."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], filename: str, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""`dgraph profile`: where the memory of a device goes, and how many sequences fit."""
+"""`dgraph profile`: use of a device's memory, and the number of sequences that fit."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def profile(
     """Say where the memory of a device goes when a model is served, and how many sequences of which length fit.
 
     Activations are predicted from the programs, and measured by a dummy step of as many rows as a step may have; in
-    code that was compiled for a CPU they cannot be seen (--backend eager shows them). What is left after weights, CUDA
-    graphs, activations, state and a guard (2 % of a GPU) is for keys and values.
+    code that was compiled for a CPU they cannot be seen (--backend eager shows them). The memory that weights, CUDA
+    graphs, activations, state and a guard (2 % of a GPU) leave is for keys and values.
 
     \b
     dgraph profile tiny_llada --recipe fast_dllm --memory 1G

@@ -15,7 +15,7 @@ from dgraph.cli.output import ERR, print_json, print_text, status
 from dgraph.errors import InputError, UnknownName
 
 METHODS = ("awq", "gptq")
-"""Of --calibrated."""
+"""Values of --calibrated."""
 
 
 def quantize(
@@ -101,7 +101,7 @@ def quantize(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar over the bytes that are read, while stderr is a terminal."""
+    """Show a bar over the bytes that are read, while stderr is a terminal."""
     if not ERR.is_terminal:
         yield lambda done, total: None
         return

@@ -1,7 +1,8 @@
 """Ranks of a command: started by torchrun, or by the command itself (`--tp`), which is then the first of them.
 
-The others run the same command line, print nothing but errors of their own, and end when the first one does: it waits
-for them when all is well and ends them else, and they end when their standard input does, whatever became of it.
+The others run the same command line and print nothing but errors of their own. They end with the first one, which waits
+for them after success, and ends them after an error. They also end when their standard input does, however the first
+one ended.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FOLLOWS = "DGRAPH_FOLLOWS"
-"""Set for ranks that another one has started, whose standard input is a pipe from there."""
+"""Variable that is set for ranks that another one has started; their standard input is a pipe from it."""
 PATIENCE = 10.0
 """Seconds that a rank may take to end by itself."""
 NOTICE = 2.0
-"""Seconds for what the first rank says of an error that all have."""
+"""Seconds to wait for the first rank's message about an error that all ranks have."""
 
 
 @contextmanager
@@ -38,8 +39,8 @@ def ranks(tp: int, device: str | None) -> Iterator[DeviceMesh | None]:
     """The ranks of this command, started now if `--tp` asks for several and torchrun has not started them.
 
     Args:
-        tp: how many; 1 for those of torchrun, or this process alone.
-        device: as `--device` has it.
+        tp: number of ranks; 1 for those of torchrun, or this process alone.
+        device: value of `--device`.
 
     Yields:
         The mesh to shard a model over; None for one process alone.
@@ -73,12 +74,12 @@ def ranks(tp: int, device: str | None) -> Iterator[DeviceMesh | None]:
 
 
 def leads() -> bool:
-    """Whether this process is rank 0, or alone: what is printed and written is its."""
+    """True if this process is rank 0 or alone, and so prints and writes."""
     return os.environ.get("RANK", "0") == "0" or "WORLD_SIZE" not in os.environ
 
 
 def agreed(value: T) -> T:
-    """What the first rank has as `value`, on all of them; the others give anything."""
+    """The first rank's `value`, on all ranks; the values of the others are not read."""
     group = _group()
     if group is None:
         return value
@@ -90,7 +91,10 @@ def agreed(value: T) -> T:
 
 
 def is_mine(error: DgraphError) -> bool:
-    """Whether this rank is to print an error. One that the first rank has as well, it prints; the others hear of it."""
+    """True if this rank is to print an error.
+
+    An error that the first rank has as well is printed by that rank alone, of which the others hear.
+    """
     group = _group()
     if group is None:
         return True
@@ -103,7 +107,7 @@ def is_mine(error: DgraphError) -> bool:
 
 
 def _group() -> Any:
-    """The group that this command has joined, if it has."""
+    """The group that this command has joined; None without one."""
     if "dgraph.parallel" not in sys.modules:
         return None
     from dgraph.groups import group_of
@@ -115,7 +119,7 @@ def _group() -> Any:
 
 
 def _joined(kind: str) -> DeviceMesh:
-    """The mesh of all ranks; those after the first are silent from now on."""
+    """Join the mesh of all ranks; ranks after the first are silent from now on."""
     import dgraph.parallel
 
     mesh = dgraph.parallel.init(kind)
@@ -134,9 +138,9 @@ def _check_gpus(world: int) -> None:
 
 @contextmanager
 def _others(world: int, kind: str) -> Iterator[None]:
-    """Ranks 1 and up as processes, and this one as rank 0. They have ended when this has."""
+    """Start ranks 1 and up as processes, with this one as rank 0. They have ended when the block has."""
     own = rendezvous(world)
-    if kind == "cpu":  # or every rank would want every core
+    if kind == "cpu":  # else every rank would use every core
         own["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     os.environ.update({**own, "RANK": "0", "LOCAL_RANK": "0"})
     children: list[subprocess.Popen[bytes]] = []
@@ -164,7 +168,7 @@ def _others(world: int, kind: str) -> Iterator[None]:
 
 
 def _wait(children: list[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Until all have ended, or so long."""
+    """Wait until all processes have ended, at most for `seconds`."""
     until = time.monotonic() + seconds
     for child in children:
         with suppress(subprocess.TimeoutExpired):
@@ -172,7 +176,7 @@ def _wait(children: list[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _watch(rank: int, child: subprocess.Popen[bytes], ending: threading.Event) -> None:
-    """A rank that ends before it has joined is waited for by nobody else; later its connection tells."""
+    """End this process if a rank fails before it has joined; after that its connection reports the failure."""
     code = child.wait()
     if code and not ending.wait(NOTICE) and _group() is None:
         output.complain(f"rank {rank} ended with code {code} before it had joined the others.")
@@ -181,7 +185,7 @@ def _watch(rank: int, child: subprocess.Popen[bytes], ending: threading.Event) -
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM is as an error, which ends the other ranks, too."""
+    """Turn SIGTERM into `SystemExit` within the block, so that it ends the other ranks, too."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -198,15 +202,15 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _follow() -> None:
-    """End when the rank that started this one has ended, and not by signals that are meant for it."""
+    """End when the rank that started this one has ended, and ignore SIGINT, which is meant for that rank."""
     if FOLLOWS not in os.environ:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
-        while os.read(0, 1):  # not by a reader of Python's, whose lock a thread that waits here would hold at exit
+        while os.read(0, 1):  # not by sys.stdin, as a thread that waits in it would hold its lock at exit
             pass
-        time.sleep(NOTICE)  # in which its own connection may tell why
+        time.sleep(NOTICE)  # its own connection may report the reason in this time
         os._exit(1)
 
     threading.Thread(target=watch, name="dgraph follows", daemon=True).start()

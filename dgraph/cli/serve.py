@@ -279,7 +279,7 @@ def serve(
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the command as it ends a server that has no requests: with exit code 0, and here a message."""
+    """End the command at SIGTERM within the block, with exit code 0 and a message, like a server without requests."""
 
     def end(number: int, frame: FrameType | None) -> None:
         ERR.print("stopped before the server had begun to load.")

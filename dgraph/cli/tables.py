@@ -1,4 +1,4 @@
-"""`dgraph recipes`, `dgraph policies`, `dgraph passes`, `dgraph models`: what there is."""
+"""`dgraph recipes`, `dgraph policies`, `dgraph passes`, `dgraph models`: tables of the declarations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dgraph.cli.listing import Entry, listed
 from dgraph.cli.output import print_json, print_table
 
 WIDTH = 80
-"""Letters of a line in a pipe."""
+"""Width of a line in a pipe, in letters."""
 
 
 def recipes(json: given.Json = False) -> None:
@@ -56,7 +56,7 @@ def models(json: given.Json = False) -> None:
 
 
 def _show(kind: str, columns: dict[str, Callable[[Entry], str]], json: bool) -> None:
-    """Print the entries of a kind; columns: by title, what a cell says of an entry."""
+    """Print the entries of a kind. columns: by title, a function that gives the text of an entry's cell."""
     found = listed(kind)
     if json:
         print_json({kind: found})
@@ -76,5 +76,5 @@ def _options(entry: Entry) -> str:
 
 
 def _text(value: Any) -> str:
-    """A default as the command line takes it: several with commas between them."""
+    """A default value as text of the command line; several values are separated by commas."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)

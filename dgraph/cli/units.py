@@ -1,4 +1,4 @@
-"""Sizes and times as a person reads them."""
+"""Sizes and times as text for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 def size_text(size: float) -> str:
-    """Bytes as a person reads them."""
+    """A number of bytes as text in B, KiB, MiB or GiB."""
     for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= length:
             return f"{size / length:.1f} {unit}"
@@ -14,7 +14,7 @@ def size_text(size: float) -> str:
 
 
 def ago(moment: float) -> str:
-    """How long a moment, in seconds since 1970, is past."""
+    """Text for the time since a moment, which is given in seconds since 1970."""
     seconds = max(time.time() - moment, 0)
     for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
         if seconds < limit:
@@ -23,5 +23,5 @@ def ago(moment: float) -> str:
 
 
 def date(moment: float) -> str:
-    """A moment, in seconds since 1970, in local time."""
+    """Date and local time of a moment, which is given in seconds since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))

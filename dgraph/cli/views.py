@@ -1,4 +1,4 @@
-"""`dgraph dump`, `dgraph diff`, `dgraph explain`: what happens to a graph."""
+"""`dgraph dump`, `dgraph diff`, `dgraph explain`: views of a graph and of its rewriting."""
 
 from __future__ import annotations
 

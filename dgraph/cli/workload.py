@@ -1,4 +1,4 @@
-"""What a measurement runs on: a model, and how its tokens are committed, from the command line."""
+"""The workload of a measurement from the command line: a model, and the rule that commits its tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Device = Annotated[str | None, typer.Option(help="Where to run.", show_default="
 
 
 def check_files(numbers: Path | None, plot: Path | None) -> None:
-    """Raises `InputError` where results could not be written at the end."""
+    """Raise `InputError` if results could not be written at the end."""
     for option, path in (("--json", numbers), ("--plot", plot)):
         if path is not None:
             check_file(option, path)
@@ -54,26 +54,26 @@ def check_files(numbers: Path | None, plot: Path | None) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write results. Raises `InputError` where that cannot be done."""
+    """Write results to a file. Raises `InputError` if that fails."""
     write_file("--json", path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def device_of(name: str | None) -> torch.device:
-    """A device by name; else a GPU if there is one."""
+    """A device by name; without a name the GPU if there is one, else the CPU."""
     import torch
 
     return given.torch_device(name) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def dtype_of(name: str | None, device: torch.device) -> DtypeLike:
-    """A dtype by name, or "auto"; else the one that the device is fast with."""
+    """A dtype by name, or "auto"; without a name float32 on a CPU, and bfloat16 elsewhere."""
     import torch
 
     return given.torch_dtype(name) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 def check_model(model: str | None, shape: str | None, layers: int | None, facts: dict[str, Any]) -> None:
-    """Raises `InputError` unless the options name one model."""
+    """Raise `InputError` unless the options name one model."""
     if (model is None) == (shape is None):
         raise InputError("give either --model or --shape, not both and not neither.")
     if facts and shape is not None:
@@ -93,7 +93,7 @@ def model_of(
     facts: dict[str, Any],
     opened: bool = False,
 ) -> Model:
-    """The model that the options name; see `dgraph.load` for `opened`."""
+    """Load the model that the options name; see `dgraph.load` for `opened`."""
     import torch
 
     from dgraph.bench import load as loads
@@ -109,7 +109,13 @@ def model_of(
 def commits_of(
     commits: str | None, steps: int | None, threshold: float | None, tokens: int, block: int | None
 ) -> tuple[Decoding, Trace | None]:
-    """How tokens are committed, if that was said (see `decided`), and the trace that says so, if one does."""
+    """The decoding that the options give, and the trace that it follows, if any.
+
+    Without any of the options the decoding has no rule; see `decided`.
+
+    Raises:
+        InputError: several of the options, a trace that cannot be read, or one of another block length.
+    """
     from dgraph.bench.traces import read_trace
     from dgraph.runtime.decoding import Decoding
 
@@ -124,22 +130,24 @@ def commits_of(
 
 
 def decided(decoding: Decoding, spec: ModelSpec) -> Decoding:
-    """How tokens are committed where nothing was said: in 15 steps a block, or by the model's own rule."""
+    """The decoding with its own rule, or else the model's own rule, or else 15 steps per block."""
     own = decoding.for_model(spec)
     return own if own.says_rule else replace(own, steps=15)
 
 
 def written_commits(decoding: Decoding) -> dict[str, Any]:
-    """What commits tokens, as a report has it."""
+    """The rule that commits tokens, as plain values for a report."""
     said = {"steps": decoding.steps, "threshold": decoding.threshold, "policy": decoding.policy}
     return {name: value for name, value in said.items() if isinstance(value, (int, float, str))}
 
 
 def scripted(recipe: str, options: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
-    """Options of a recipe that keeps the rows which a trace says, where it can.
+    """Options of a recipe, with select=scripted if the recipe has that option and the trace lists kept columns.
+
+    An option `select` that is given stays.
 
     Raises:
-        InputError: select=scripted without a trace that says which columns are kept.
+        InputError: select=scripted without a trace that lists kept columns.
     """
     from dgraph.recipes import RECIPES, builder_of, options_of
 
