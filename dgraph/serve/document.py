@@ -1,4 +1,4 @@
-"""The OpenAPI document: statuses, bodies and keys as the server has them."""
+"""The OpenAPI document, with the statuses, bodies and keys of the server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dgraph.serve.settings import ServeSettings
 
 REFERENCE = "#/components/schemas/{model}"
 UNUSED = ("HTTPValidationError", "ValidationError")
-"""Schemas of errors as FastAPI has them, which are answered in another form here."""
+"""FastAPI's own schemas of errors, which this server answers in another form."""
 REASONS = {
     400: "A field that cannot be served as it is; `param` names it.",
     401: "No key, or a wrong one.",

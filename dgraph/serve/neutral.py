@@ -1,4 +1,4 @@
-"""Fields that other servers know and this one cannot serve, with the values at which they ask for nothing."""
+"""Fields that other servers know and this one cannot serve, with their neutral values, which ask for nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Neutral:
     """A field that is not served.
 
     Attributes:
-        values: at which the field asks for nothing; null is one always.
-        any: whether every value is neutral, because the field changes no answer.
+        values: neutral values, at which the field asks for nothing; null always is one.
+        any: True if every value is neutral, because the field changes no answer.
         instead: a field that asks for the same here; "" for none.
     """
 

@@ -23,13 +23,13 @@ from dgraph.errors import did_you_mean
 from dgraph.serve.neutral import ASKED, CALL, CHAT, MESSAGE, PART, STREAM, Neutral
 
 OWN = "own"
-"""The type of errors that need no other words than their own."""
+"""Type of validation errors whose own message is the whole text of a refusal."""
 NAMED = 64
-"""Characters of an unknown field's name that a refusal repeats."""
+"""Most characters of an unknown field's name that a refusal repeats."""
 
 
 def _whole(text: str) -> str:
-    """A text without halves of characters, which JSON can have and UTF-8 cannot."""
+    """Check that a text has no lone surrogates, which JSON can have and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -52,7 +52,7 @@ def one_of(forms: str) -> WrapValidator:
 
 
 def kind_of(value: Any) -> str:
-    """Name the kind of a JSON value, without its texts, which are not for everybody."""
+    """Name the kind of a JSON value, without its texts, which may be confidential."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (int, float)):
@@ -63,13 +63,13 @@ def kind_of(value: Any) -> str:
 
 
 def named(text: str) -> str:
-    """The beginning of a name that a client gave, for a refusal; half characters are written as JSON writes them."""
+    """The first characters of a name that a client gave, for a refusal; lone surrogates are written as escapes."""
     return text[:NAMED].encode(errors="backslashreplace").decode()
 
 
 T = TypeVar("T")
 Listed = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first fault alone is told: to collect a million takes half a minute."""
+"""A list whose validation stops at the first fault, as collecting a million takes half a minute."""
 Text = Annotated[str, AfterValidator(_whole)]
 Name = Annotated[Text, Field(max_length=100)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
@@ -87,7 +87,7 @@ Stops = Annotated[Stop | Listed[Stop], one_of("a text of 1 to 1000 characters, o
 
 
 class Fields(BaseModel):
-    """Declared fields, and those of `neutral` at the values that it has; every other one is refused by its name."""
+    """Base of requests: declared fields, and those of `neutral` at their neutral values; others are refused by name."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     neutral: ClassVar[Mapping[str, Neutral]] = {}
@@ -114,7 +114,7 @@ class Fields(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Declared fields, those that are neutral, and no others."""
+        """The JSON schema of the declared and the neutral fields, which allows no others."""
         schema = handler.resolve_ref_schema(handler(core))
         others = {name: neutral.schema for name, neutral in cls.neutral.items() if name not in cls.model_fields}
         schema["properties"] = {**schema.get("properties", {}), **others}

@@ -1,4 +1,4 @@
-"""From a request as a client sent it to what an engine is asked, or to a refusal that names the field."""
+"""Translation of a client's request into an engine's, or into a refusal that names the field."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
 
 COMPLETION_TOKENS = 16
-"""New tokens of a completion that does not say, as OpenAI has it."""
+"""Default new tokens of a completion, as in OpenAI's API."""
 CHAT_TOKENS = 128
-"""New tokens of a chat that does not say, where every step forwards all of them."""
+"""Default new tokens of a chat, for models whose every step forwards all of them."""
 DECODING = (*RULE, "block_length", "temperature", "top_p", "top_k", "min_tokens")
-"""Fields that are those of a `Decoding`."""
+"""Fields of a request that are also fields of a `Decoding`."""
 TAKEN = (*CompletionRequest.model_fields, *ChatRequest.model_fields)
 """Fields that a refusal can name."""
 RESERVED = frozenset(
     ("self", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "template")
 )
-"""Names that `encode_chat` has for other things than variables of a chat template."""
+"""Names that `encode_chat` uses for other things than variables of a chat template."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,16 @@ class Order:
     """One request of a client as an engine takes it: every prompt `choices` times.
 
     Attributes:
-        prompts: ids of each; where: the field that has them.
-        decodings: how each prompt is continued.
-        canvas: the response as far as it is fixed, None where it is free; None for nothing fixed.
-        texts: what `echo` puts before the responses of each prompt; "" without.
+        prompts: ids of each prompt.
+        where: the request's field that has the prompts.
+        decodings: decoding of each prompt.
+        canvas: ids of the response's fixed positions, with None at free ones; None for a response without fixed ones.
+        texts: texts that `echo` puts before the responses of each prompt; "" without `echo`.
         choices: responses per prompt.
-        stream, usage_at_end, usage_always: how it is answered.
-        draft: whether it brings the block that is being decoded.
-        step_map: whether it brings ids, their texts, steps and confidences.
+        stream: True for server-sent events.
+        usage_at_end, usage_always: True for usage in one more chunk at the end, and in every chunk.
+        draft: True if chunks bring the block that is being decoded.
+        step_map: True if the answer brings ids, their texts, steps and confidences.
         logprobs: likely tokens beside the logarithm of each token's confidence; None for no logarithms.
     """
 
@@ -88,7 +90,7 @@ def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -
 
 
 def _check_tools(body: ChatRequest) -> None:
-    """Tools are served as long as none may be called: they are not shown to the model."""
+    """Refuse tools unless the request allows no calls: tools are not shown to the model."""
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         if getattr(body, tools) and getattr(body, choice, None) != "none":
             advice = f'leave it out, or say {choice} "none"'
@@ -96,7 +98,7 @@ def _check_tools(body: ChatRequest) -> None:
 
 
 def _framed(body: ChatRequest, model: ServedModel) -> list[int]:
-    """Ids of a conversation, framed as the client wants it."""
+    """Ids of a conversation, framed by the chat template with the client's options."""
     turns = [{**message.turn, "content": text_of(message.content, "messages")} for message in body.messages]
     calls = [place for place, message in enumerate(body.messages) if message.tool_calls]
     try:
@@ -144,8 +146,9 @@ def text_of(content: str | list[Any] | None, field: str, kinds: Collection[str] 
     """The text of a message, whose content is a text or parts of these types; raises `Refusal`.
 
     Args:
-        content: None for nothing; parts have a `type` and a `text`.
-        field: of the request, for the refusal.
+        content: a text, or parts that have a `type` and a `text`; None for an empty text.
+        field: the request's field that has the message, which a refusal names.
+        kinds: types of the parts that are texts.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -209,7 +212,7 @@ def _order(
 
 
 def _canvas(body: Asked, model: ServedModel) -> list[int | None] | None:
-    """The positions of a response whose segments a client gives."""
+    """The positions of a response whose segments a client gives: ids, and None at free ones; None without a canvas."""
     if body.canvas is None:
         return None
     positions: list[int | None] = []
@@ -246,7 +249,7 @@ def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedMode
 
 
 def check_prompt(ids: Sequence[int], where: str, settings: ServeSettings) -> None:
-    """Raises `Refusal` for a prompt, of that field of a request, that is longer than a server allows."""
+    """Raise `Refusal` for a prompt that is longer than a server allows. where: the request's field that has it."""
     most = settings.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise bad_field(where, f"a prompt has at most {most} tokens here, got {len(ids)}.", "context_length_exceeded")
@@ -258,7 +261,7 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
         raise bad_field("stop", f"a request has at most {settings.max_stops} stop texts here, got {len(stops)}.")
     said: dict[str, Any] = {name: value for name in DECODING if (value := getattr(body, name)) is not None}
     usual = settings.decoding or Decoding()
-    chosen = RULE if said.keys() & set(RULE) else ()  # who chooses one of these leaves none of them to the server
+    chosen = RULE if said.keys() & set(RULE) else ()  # a request that sets one takes no defaults of the others
     for name in DECODING:
         value = getattr(usual, name)
         if name not in said and name not in chosen and value != getattr(Decoding, name):
@@ -271,12 +274,13 @@ def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
 
 
 def refused(error: InputError | UnknownName, where: str | None = None, decoding: Decoding | None = None) -> Refusal:
-    """The refusal for what dgraph says of a request.
+    """The refusal for an error that dgraph raises for a request.
 
     Args:
+        error: the error.
         where: the field that has the prompts, if they have been read.
-        decoding: what was asked for, if that has been read. Where a field has its default, a policy that was
-            chosen is at fault: it brings settings of its own.
+        decoding: the decoding of the request, if it has been read. If the field at fault has its default there, the
+            refusal names the chosen policy, whose own settings are at fault.
     """
     fields = {"prompt": where, "max_new_tokens": "max_tokens"}
     param = None if error.field is None else fields.get(error.field, error.field)
