@@ -158,12 +158,12 @@ class Score:
 
     @property
     def tokens_per_step(self) -> float:
-        """As in `GenerationStats`: tokens committed per sequence and step."""
+        """Tokens committed per sequence and step, as in `GenerationStats`."""
         return self.decoded / self.steps if self.steps else 0.0
 
     @property
     def rows_per_token(self) -> float:
-        """As in `GenerationStats`: rows through the last layers per committed token."""
+        """Rows through the last layers per committed token, as in `GenerationStats`."""
         return self.rows / self.decoded if self.decoded else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""From an engine's events to the objects and chunks of OpenAI's API."""
+"""Conversion of an engine's events into the objects and chunks of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
 
     @app.get("/metrics")
     async def scrape() -> Response:
-        """For Prometheus."""
+        """Metrics, as Prometheus reads them."""
         return Response(metrics.text(), media_type=metrics.media_type)
 
     @app.get("/v1/models")
@@ -93,7 +93,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """One of them."""
+        """A model that is served, by its name."""
         return lifetime.model(name).describe()
 
 
