@@ -93,7 +93,7 @@ def agreed(value: T) -> T:
 def is_mine(error: DgraphError) -> bool:
     """True if this rank is to print an error.
 
-    An error that the first rank has as well is printed by that rank alone, of which the others hear.
+    An error that the first rank has as well is printed by the first rank alone; the others hear of it from the group.
     """
     group = _group()
     if group is None:
