@@ -52,7 +52,8 @@ async def over_http(host: str, port: int, content: bytes) -> Asked:
     """One request on a connection of its own, with as little work as can be: this machine serves, too."""
     began, first = time.perf_counter(), 0.0
     reader, writer = await asyncio.open_connection(host, port)
-    head = ["POST /v1/completions HTTP/1.1", f"Host: {host}:{port}", "Content-Type: application/json", "Connection: close"]
+    head = ["POST /v1/completions HTTP/1.1", f"Host: {host}:{port}", "Content-Type: application/json"]
+    head += ["Connection: close"]
     writer.write("\r\n".join([*head, f"Content-Length: {len(content)}", "", ""]).encode() + content)
     text = b""
     while piece := await reader.read(1 << 16):

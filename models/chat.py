@@ -14,6 +14,14 @@ DEFAULT, FOR_TOOLS = "default", "tool_use"
 """Names of the templates that a conversation gets, without tools and with them."""
 _OWN = frozenset({"conversations", "chat_template", "return_assistant_tokens_mask"})
 """Arguments of transformers beside the values for a template."""
+_USER = {"role": "user", "content": "Why is the sky blue?"}
+PROBES: Sequence[Sequence[Message]] = (
+    [_USER],
+    [{"role": "system", "content": "Be brief."}, _USER],
+    [{"role": "user", "content": [{"type": "text", "text": _USER["content"]}]}],
+    [_USER, {"role": "assistant", "content": "Rayleigh scattering."}, _USER],
+)
+"""Conversations of which a template that is any good renders at least one."""
 _SHOWN = 300
 """Characters of a reason that a message gives."""
 
@@ -26,7 +34,7 @@ class ChatTemplates:
         names: special tokens by the names that a template writes them by ("eos_token", ...).
 
     Raises:
-        CheckpointError: a template that cannot be compiled.
+        CheckpointError: a template cannot be compiled, or the default one renders none of `PROBES`.
     """
 
     def __init__(self, templates: Mapping[str, str], names: Mapping[str, str]):
@@ -38,6 +46,23 @@ class ChatTemplates:
                 raise CheckpointError(
                     f"the chat template {name!r} cannot be compiled: {_reason(error)}; repair it, or remove it."
                 ) from error
+        if DEFAULT in self.templates and (reasons := self._failures()):
+            raise CheckpointError(
+                f"the chat template renders no conversation, not even one of a single user message: {reasons[0]} "
+                f"Repair it, or remove it."
+            )
+
+    def _failures(self) -> list[str]:
+        """Reasons why the default template cannot render `PROBES`; none if it renders any of them."""
+        reasons = []
+        for messages in PROBES:
+            try:
+                self.render(messages)
+            except InputError as error:
+                reasons.append(str(error))
+            else:
+                return []
+        return reasons
 
     @cached_property
     def variables(self) -> frozenset[str]:

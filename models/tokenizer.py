@@ -28,7 +28,7 @@ class FileTokenizer:
         tidy: makes text of what the tokenizer decodes; None: it is text.
 
     Raises:
-        CheckpointError: a template that cannot be compiled.
+        CheckpointError: a template that is no text, cannot be compiled, or renders no conversation at all.
     """
 
     def __init__(
@@ -38,6 +38,8 @@ class FileTokenizer:
         names: Mapping[str, str] = MappingProxyType({}),
         tidy: Callable[[str], str] | None = None,
     ):
+        if not isinstance(template, (str, Mapping)):
+            raise CheckpointError(f"chat_template is {template!r}, expected a text, or texts by name.")
         templates = {DEFAULT: template} if isinstance(template, str) and template else dict(template or {})
         self._tokenizer, self._names, self._tidy = tokenizer, names, tidy
         self._chat = ChatTemplates(templates, names)

@@ -267,8 +267,18 @@ RAISES = [
 
 
 @pytest.mark.parametrize("template", RAISES)
+def test_a_template_that_fails_on_every_conversation(tmp_path: Path, template: str) -> None:
+    path = folder(tmp_path / "m", made("byte level"), template=template)
+    with pytest.raises(
+        CheckpointError, match=r"template renders no conversation, .* (refuses|fails on) these messages"
+    ):
+        read_tokenizer(path)
+
+
+@pytest.mark.parametrize("template", RAISES)
 def test_a_template_that_fails_on_a_conversation(tmp_path: Path, template: str) -> None:
-    ours = read_tokenizer(folder(tmp_path / "m", made("byte level"), template=template))
+    some = f"{{% if messages[0].content[:3] != 'Why' %}}{template}{{% endif %}}"
+    ours = read_tokenizer(folder(tmp_path / "m", made("byte level"), template=some))
     assert ours is not None
     for ask in (lambda: ours.encode_chat(SAID), lambda: ours.encode("a"), lambda: ours.encode_prompts(["a", "b"])):
         with pytest.raises(InputError, match=r"the model's chat template (refuses|fails on) these messages: .+\.$"):
