@@ -48,7 +48,7 @@ def load(
         dgraph.load("./SDAR-8B-Chat-b32", dtype="auto", device="cuda")
 
     Args:
-        name: name of an embedded model, or the path of a folder.
+        name: name of an embedded model, the path of a folder, or an id "ORG/NAME" in the local cache of Hugging Face.
         dtype: of the weights: a torch.dtype, its name ("bfloat16", "bf16"), or "auto" for that of the checkpoint. None
             is float32 on a CPU and that of the checkpoint on a GPU.
         device: device of the weights; None for the CPU.

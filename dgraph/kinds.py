@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.axes import Axes, Call, Dims, Passage, product, same
+from dgraph.nodes import op_name
 
 
 def _of(call: Call, dims: Callable[[str, Node], Sequence[int | None]], repeated: Iterable[int] = ()) -> Axes:
@@ -245,6 +246,8 @@ def order_of(call: Call) -> list[int]:
     if call.has("dims"):
         return [int(d) % rank for d in call.get("dims")]
     order = list(range(rank))
+    if op_name(call.node.target) == "numpy_T":  # which reverses all dimensions
+        return order[::-1]
     if call.has("source"):
         to, from_ = (_listed(call.get(name), rank) for name in ("destination", "source"))
         moved = dict(zip(to, from_, strict=True))

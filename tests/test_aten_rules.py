@@ -233,6 +233,7 @@ SAMPLES = [
     s(aten.movedim.int, f(*X), 0, -1),
     s(aten.movedim.intlist, f(*X), [0, 1], [2, 0]),
     s(aten.numpy_T.default, f(3, 4)),
+    s(aten.numpy_T.default, f(*X)),
     s(aten.mT.default, f(*X)),
     s(aten.expand.default, f(3, 1, 5), [2, -1, 4, 5]),
     s(aten.broadcast_to.default, f(1, 5), [3, 5]),

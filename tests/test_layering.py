@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "linears": {"graph", "nodes", "ops", "stored"},
     "layers": {"graph", "linears", "nodes", "ops"},
     "axes": {"nodes", "private"},
-    "kinds": {"axes"},
+    "kinds": {"axes", "nodes"},
     "aten_rules": {"axes", "errors", "kinds", "nodes", "ops", "plugins"},
     "row_rule": {"aten_rules", "axes", "graph", "nodes", "ops", "shapes"},
     "division": {"aten_rules", "axes", "errors", "graph", "kinds", "nodes"},
