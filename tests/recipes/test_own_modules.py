@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import dgraph
+from dgraph.errors import CaptureError
 from dgraph.graph import Graph
 from dgraph.nodes import op_name
 from dgraph.passes.base import Report
@@ -106,6 +108,10 @@ def test_the_matrix_runs_and_dense_gives_plain_pytorchs_tokens(index: int) -> No
 
 @pytest.mark.parametrize("kind", OTHERS, ids=str)
 def test_so_do_other_ways_to_write_a_module(kind: Kind) -> None:
+    if kind.attend == "folded" and Version(torch.__version__) < Version("2.12"):
+        with pytest.raises(CaptureError, match="Constraints violated"):  # torch.export fixes the number of tokens
+            check(kind, ["dense"])
+        return
     check(kind, ["dense", *REWRITING])
 
 
