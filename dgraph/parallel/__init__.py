@@ -18,7 +18,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from dgraph.errors import InputError, UnknownName, warn
 from dgraph.groups import join
 from dgraph.parallel.choice import KINDS, Kind
-from dgraph.parallel.group import NOTICE, ProcessGroup
+from dgraph.parallel.group import ProcessGroup
 from dgraph.parallel.star import Address, Star, connect, listen
 from dgraph.parallel.symmetric import Symmetric
 from dgraph.sharding import GROUP, Sharding
@@ -198,21 +197,16 @@ def _star(of_torch: dist.ProcessGroup) -> Star:
 
 
 def _leave(group: ProcessGroup) -> None:
-    """Leave the group at exit, with a goodbye unless an error ends this process."""
+    """Leave the group at exit, with a goodbye unless an error ends this process.
+
+    Gloo's threads end here, as one that the interpreter meets at its end aborts the process. NCCL is left to the end
+    of the process: its destructor waits for every CUDA graph that recorded it, and they live as long as the process.
+    """
     if getattr(sys, "last_value", None) is None:
         group.close()
-    if group.device.type != "cuda":  # a thread that the interpreter finds in there when it ends would abort the process
-        _destroy()
-        return
-    # NCCL waits for CUDA graphs in which it was recorded, and which may live as long as the process does.
-    end = threading.Thread(target=_destroy, daemon=True)
-    end.start()
-    end.join(NOTICE)
-
-
-def _destroy() -> None:
-    with suppress(Exception):
-        dist.destroy_process_group()
+    if group.device.type != "cuda":
+        with suppress(Exception):
+            dist.destroy_process_group()
 
 
 def _flag(name: str) -> bool:
