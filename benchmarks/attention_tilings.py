@@ -64,7 +64,7 @@ class Inputs:
     """Queries, a paged cache in random order, in float8 or as they are, and the rest of a call."""
 
     def __init__(self, rows: list[int], keys: int, heads: int, kv_heads: int, float8: bool = False):
-        from dgraph.ops.scales import scaled
+        from dgraph.ops.kv.scales import scaled
 
         pages = -(-keys // PAGE)
         caches: tuple[Tensor, ...] = tuple(random(len(rows) * pages, PAGE, kv_heads, D) for _ in range(2))
@@ -78,7 +78,7 @@ class Inputs:
 
     @staticmethod
     def _run(args: tuple[Any, ...], tiling: Any) -> Tensor:
-        from dgraph.ops.triton.paged_attention import kernel
+        from dgraph.ops.attention.triton.paged_attention import kernel
 
         return kernel(*args, tiling=tiling)
 
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     args = parser.parse_args()
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     report, bandwidth = Report("Tilings of paged_attention in a long run"), copy_bandwidth()
     lines: list[list[Cell]] = []

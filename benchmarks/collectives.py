@@ -24,9 +24,9 @@ from torch import Tensor
 
 import dgraph.parallel
 from benchmarks.tables import Cell, Report
-from dgraph.groups import group_of
 from dgraph.parallel.choice import ALIGNMENT, KINDS, Kind, choose
 from dgraph.parallel.group import ProcessGroup
+from dgraph.ranks.groups import group_of
 
 KIB = 1 << 10
 SIZES = [4 << at for at in range(15)]
@@ -89,7 +89,7 @@ def check_recorded(group: ProcessGroup, reduce: Sum, size: int) -> None:
 
 
 def recorded(function: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A function's launches as a CUDA graph, as `dgraph.runtime.cudagraph` records it, and where its result lies."""
+    """A function's launches as a CUDA graph, as `dgraph.runtime.graphs.pool` records it, and where its result lies."""
     side, made = torch.cuda.Stream(), list[Tensor]()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

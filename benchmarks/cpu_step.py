@@ -29,11 +29,11 @@ import dgraph
 from benchmarks.tables import Cell, Report
 from dgraph.bench.floor import work_of
 from dgraph.bench.products import Mixture
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.ops import Op, launcher
 from dgraph.ops.per_stage import one_stage
-from dgraph.optimized import Optimized
 
 CPU = torch.device("cpu")
 Call = tuple[Op, tuple[Any, ...]]

@@ -61,7 +61,7 @@ class Step:
     def partial(self, tiling: Any = None) -> tuple[Tensor, Tensor]:
         if tiling is None:
             return OPS["partial_attention"].overload(*self.args())
-        from dgraph.ops.triton.partial_attention import kernel
+        from dgraph.ops.attention.triton.partial_attention import kernel
 
         return kernel(*self.args(), tiling=tiling)
 
@@ -183,8 +183,8 @@ def moving(report: Report, page: int, bandwidth: float) -> None:
 
 def tilings(report: Report, page: int) -> None:
     """Other sizes of partial_attention, with a twelfth of the rows changed."""
-    from dgraph.ops.triton.attention_tiling import multiprocessors
-    from dgraph.ops.triton.partial_attention import tiling_for
+    from dgraph.ops.attention.triton.attention_tiling import multiprocessors
+    from dgraph.ops.attention.triton.partial_attention import tiling_for
 
     device = torch.device("cuda", torch.cuda.current_device())
     base = tiling_for(SEQUENCES * RESPONSE, SEQUENCES, (HEADS, HEADS), D, page, KEYS, 2, multiprocessors(device))

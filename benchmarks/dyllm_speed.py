@@ -29,15 +29,15 @@ import dgraph
 from benchmarks.full_forward import seconds_per_step
 from benchmarks.tables import Report
 from dgraph.bench.profile import Enough
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.families import Model
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.models.shapes import random_model
-from dgraph.optimized import Optimized
 from dgraph.passes import Effect, Pass, base
 from dgraph.passes.salience import finder, flags_of
-from dgraph.runtime.generation import Progress
+from dgraph.runtime.results import Progress
 from dgraph.runtime.stats import GenerationStats
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 
 # Salient rows at a quarter, half, three quarters and the end of the layers: GSM8K, mean over the steps listed.
 TABLE_4 = {"llada-8b": (24.6, 44.5, 62.2, 37.4), "dream-7b": (33.5, 43.2, 67.0, 44.4)}

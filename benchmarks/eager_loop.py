@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.runs import Run, add_run
+from dgraph.bench.arrivals import Lengths, Request, drawn
 from dgraph.bench.load import shape_of
 from dgraph.bench.traces import Trace, read_trace
-from dgraph.engine.load import Lengths, Request, drawn
 from dgraph.families import Model
 
 

@@ -38,10 +38,10 @@ from benchmarks.runs import Run
 from benchmarks.tables import Cell
 from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
 from dgraph.bench.serve import LoadTest, ServedLoad
-from dgraph.engine.policies import POLICIES
-from dgraph.engine.served import Served, Summary, summarise
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.engine.io.timings import Served, Summary, summarise
+from dgraph.engine.scheduling.schedulers import POLICIES
 from dgraph.engine.stats import EngineStats
-from dgraph.optimized import Optimized
 
 COLUMNS = ("req/s", "tok/s", "ratio", "mean s", "p50", "p99", "sigma", "span", "first s")
 INSIDE = ("queue s", "fill %", "refresh/s", "sat out", "gave way")

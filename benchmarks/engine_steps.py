@@ -32,9 +32,9 @@ import dgraph
 from benchmarks.recipes import add_recipe, chosen
 from benchmarks.runs import Run, add_run
 from benchmarks.tables import Cell
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.engine.engine import Engine
 from dgraph.models.shapes import SHAPES, random_model
-from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 import dgraph
 from benchmarks.tables import Report
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.evaluate.arms import Choice, expand
 from dgraph.evaluate.questions import OPEN, Question, choose, stored
 from dgraph.evaluate.results import Keys, Store
 from dgraph.evaluate.run import Evaluation
-from dgraph.optimized import Optimized
 from dgraph.runtime.stats import StepRecord
 
 TASKS = ("math", "needle", "sort", "follow")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import dgraph
 from dgraph.families import Model
-from models.training.two_modes import EOS, MASK, NUMBERS, fit, progressions
+from training.two_modes import EOS, MASK, NUMBERS, fit, progressions
 
 BASE = Path("tests/models/trained_two_modes")
 BLOCK, LENGTH, ROWS, NEW = 16, 64, 32, 48

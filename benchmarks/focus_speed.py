@@ -19,9 +19,9 @@ import torch
 
 import dgraph
 from benchmarks.tables import Report
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.models.shapes import SHAPES, random_model
-from dgraph.optimized import Optimized
-from dgraph.runtime.generation import Progress
+from dgraph.runtime.results import Progress
 
 ARMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("dense", "dense", {}),

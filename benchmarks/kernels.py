@@ -72,7 +72,7 @@ class Attention:
         args = (self.q, *self.caches, self.table, self.cu_rows, self.limit, D**-0.5)
         if tiling is None:
             return OPS["paged_attention"].overload(*args)
-        from dgraph.ops.triton.paged_attention import kernel
+        from dgraph.ops.attention.triton.paged_attention import kernel
 
         return kernel(*args, tiling=tiling)
 
@@ -106,7 +106,7 @@ def attention(report: Report, bandwidth: float, tilings: bool) -> None:
 
 
 def _tilings(report: Report, sets: Sequence[Attention], floor: float, title: str, rows: int) -> None:
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     m = min(128, max(16, 1 << (rows * HEADS // KV_HEADS - 1).bit_length()))
     sizes = [(m, n, warps, stages) for n in (32, 64, 128) for warps, stages in ((4, 3), (4, 5), (8, 5))]
@@ -177,7 +177,7 @@ def head(report: Report, bandwidth: float) -> None:
 
 
 def _masked_line(rows: int, share: float, weights: Sequence[Tensor]) -> list[Cell]:
-    from dgraph.ops.triton.lm_head import kernel
+    from dgraph.ops.lm_head.triton.lm_head import kernel
 
     chunk, count = 2048, round(share * rows)
     h, masked = random(rows, HIDDEN), torch.zeros(rows, dtype=torch.bool, device="cuda")
@@ -195,7 +195,7 @@ def _masked_line(rows: int, share: float, weights: Sequence[Tensor]) -> list[Cel
 
 
 def _head_line(rows: int, weights: Sequence[Tensor], bandwidth: float) -> list[Cell]:
-    from dgraph.ops.triton.lm_head import reduce_logits
+    from dgraph.ops.lm_head.triton.lm_head import reduce_logits
 
     h, logits = random(rows, HIDDEN), [random(rows, VOCAB) for _ in range(max(2, int(COLD / rows / VOCAB / 2)))]
     masked, seed = torch.ones(rows, device="cuda").bool(), torch.arange(rows, device="cuda")

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import dgraph
 from benchmarks.tables import Cell, Report
+from dgraph.compiler.compiled_model import Optimized, Result
 from dgraph.errors import InputError
 from dgraph.evaluate.questions import Question, choose, stored
 from dgraph.evaluate.scores import equal_tokens
-from dgraph.optimized import Optimized, Result
 
 RECIPES = (
     "dense",

@@ -10,11 +10,11 @@ import torch
 import dgraph
 from benchmarks.recipes import add_recipe, chosen
 from benchmarks.runs import Run, add_run
+from dgraph.bench.arrivals import Lengths, drawn
 from dgraph.bench.load import named, shape_of
 from dgraph.bench.serve import LoadTest, prompts_for
 from dgraph.bench.traces import read_trace
 from dgraph.engine.build import EngineSettings
-from dgraph.engine.load import Lengths, drawn
 from dgraph.models.shapes import SHAPES
 
 

@@ -28,10 +28,10 @@ import torch
 import dgraph
 from benchmarks.full_forward import peak_bytes, reset_peak, seconds_per_step
 from benchmarks.tables import Cell, Report
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.families import Model
 from dgraph.lowering.program import Program, ProgramResult
 from dgraph.models.shapes import random_model
-from dgraph.optimized import Optimized
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.plans.view import View

@@ -25,13 +25,13 @@ import torch
 import dgraph
 from benchmarks.needle_tables import DENSE, PER_BLOCK, Arm, Score, Scores, cells_of, plot, tables
 from benchmarks.tables import Report
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import DgraphError, InputError
 from dgraph.evaluate.comparisons import exact
 from dgraph.families import Model
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.models.tasks import held_out, needle
-from dgraph.optimized import Optimized
 from dgraph.recipes.sparse import METHODS
 from dgraph.runtime.stats import StepRecord
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 import dgraph
 from benchmarks.tables import Cell, Report
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.evaluate.questions import choose, stored
 from dgraph.ops import OPS, Op
-from dgraph.ops.rows import sequence_of
-from dgraph.optimized import Optimized
+from dgraph.ops.padded import sequence_of
 from dgraph.runtime.stats import StepRecord
 
 TAUS = (0.98, 0.99, 0.995, 0.9975)

@@ -36,11 +36,11 @@ from dgraph.bench.floor import Device, floor_of, work_of
 from dgraph.bench.load import endless, prompts_of
 from dgraph.bench.measure import Clock, Counter
 from dgraph.bench.profile import profiled
-from dgraph.engine.measure import give_back
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.engine.memory.measure import give_back
 from dgraph.families import Model
 from dgraph.models.moe import RoutedExperts
 from dgraph.models.shapes import random_model
-from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Renoise
 

@@ -29,9 +29,9 @@ from torch import Tensor
 import dgraph
 from benchmarks.cpu_step import inputs_of
 from benchmarks.tables import Cell, Report
+from dgraph.families.quantised import ROW_KINDS, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows
 from dgraph.lowering.timing import graph_seconds
 from dgraph.ops import OPS, launcher
-from dgraph.quantised import ROW_KINDS, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows
 from dgraph.settings import torch_dtype
 
 LAYER = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (24576, 4096), "down": (4096, 12288)}

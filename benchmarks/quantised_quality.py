@@ -22,8 +22,9 @@ from torch import Tensor
 import dgraph
 from benchmarks.tables import Cell, Report
 from dgraph.cache.store import open_store
-from dgraph.captured import Weights, graph_of_model, quantising
 from dgraph.cli.calibrate import prompts_of
+from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
+from dgraph.compiler.saving import save_quantised
 from dgraph.evaluate.calibrate import encoded, first_step, response_length
 from dgraph.evaluate.gptq import gptq_for
 from dgraph.evaluate.inputs import inputs_for
@@ -34,7 +35,6 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes import PackRows, QuantizeWeights
 from dgraph.passes.manager import run_passes
-from dgraph.saving import save_quantised
 
 PLAIN: dict[str, Weights] = {
     **{kind: kind for kind in ("fp8", "int8", "int4", "w8a8-fp8", "w8a8-int8")},

@@ -80,7 +80,7 @@ class Unit:
 
 
 def _ours(x: Tensor, count: Tensor, weight: Tensor) -> Tensor:
-    from dgraph.ops.triton.rows_glu import kernel
+    from dgraph.ops.products.triton.rows_glu import kernel
 
     return kernel(x, weight, None, count)
 

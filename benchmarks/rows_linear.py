@@ -43,7 +43,7 @@ PROCESSES, PATIENCE = 10, 100
 
 def tilings() -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Tilings by name, and the counts at which each is timed: the default, and one where warps have no roles."""
-    from dgraph.ops.triton.rows_linear import Tiles, Tiling, tiling_for
+    from dgraph.ops.products.triton.rows_linear import Tiles, Tiling, tiling_for
 
     found: dict[str, tuple[Any, tuple[int, ...]]] = {"default": (tiling_for(2), COUNTS), "tiles": (Tiling(), COUNTS)}
     for sizes, options in (
@@ -90,7 +90,7 @@ def _name(kind: str, sizes: Sequence[int], options: dict[str, Any]) -> str:
 
 def run(tiling: Any, x: Tensor, weight: Tensor, count: Tensor) -> Tensor:
     """The kernel under a tiling."""
-    from dgraph.ops.triton.rows_linear import kernel
+    from dgraph.ops.products.triton.rows_linear import kernel
 
     return kernel(x, weight, None, count, tiling)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import Cell, Report
-from dgraph.engine.jobs import Budgets
-from dgraph.engine.load import Lengths, Request, arrivals, drawn
-from dgraph.engine.simulate import Method, simulate
+from dgraph.bench.arrivals import Lengths, Request, arrivals, drawn
+from dgraph.bench.simulate import Method, simulate
+from dgraph.engine.scheduling.jobs import Budgets
 
 SEQUENCES = 64
 

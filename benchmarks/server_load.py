@@ -38,7 +38,7 @@ from benchmarks.stream_clients import Asked, in_turns
 from benchmarks.tables import Cell
 from dgraph.bench.serve import LoadTest
 from dgraph.engine.engine import Engine
-from dgraph.engine.served import quantile
+from dgraph.engine.io.timings import quantile
 
 ENGINE, HTTP = "Engine.stream", "over HTTP"
 """The arms; ratios are to the first."""

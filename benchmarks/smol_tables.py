@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.tables import markdown_of
-from dgraph.causal import load_causal
 from dgraph.evaluate.judge import Judge, Judged
 from dgraph.evaluate.paired import Paired
 from dgraph.evaluate.questions import Question, stored
@@ -26,6 +25,7 @@ from dgraph.evaluate.results import Result, Store, digest_of
 from dgraph.evaluate.salience import Salience
 from dgraph.evaluate.scores import Score, wilson
 from dgraph.evaluate.tasks import TASKS, questions_of
+from dgraph.families.causal import load_causal
 
 STANDARD = "dense; threshold=0.9"
 RIGHT = ("right", "of", "% (95 %)", "points to dense (95 %)", "right only here, there", "p")

@@ -28,10 +28,10 @@ import torch
 import dgraph
 from benchmarks.tables import Report
 from dgraph.engine.engine import Engine
-from dgraph.engine.events import Event
+from dgraph.engine.io.events import Event
 from dgraph.models.tasks import TASKS, make
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.sampling import RowContext, Sampler
+from dgraph.runtime.sampling.sampler import RowContext, Sampler
 
 CASES = 40
 """Requests of a model that are known with their responses."""

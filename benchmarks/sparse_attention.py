@@ -26,7 +26,7 @@ from benchmarks.kernels import copy_bandwidth, milliseconds, offsets, random
 from benchmarks.tables import Cell, Report
 from dgraph.bench.floor import COLD
 from dgraph.ops import OPS
-from dgraph.ops.sparse import DENSE, REUSE, SELECT
+from dgraph.ops.attention.sparse import DENSE, REUSE, SELECT
 
 HEADS, D, PAGE, LONG = 32, 128, 128, 32_768
 FORWARD_MS = 62
@@ -72,13 +72,13 @@ class Step:
     def sparse(self, tiling: Any = None) -> Tensor:
         if tiling is None:
             return OPS["sparse_attention"].overload(*self.args)
-        from dgraph.ops.triton.sparse_attention import kernel
+        from dgraph.ops.attention.triton.sparse_attention import kernel
 
         return kernel(*self.args, tiling=tiling)
 
     def tiling(self) -> Any:
-        from dgraph.ops.triton.attention_tiling import multiprocessors
-        from dgraph.ops.triton.sparse_attention import tiling_for
+        from dgraph.ops.attention.triton.attention_tiling import multiprocessors
+        from dgraph.ops.attention.triton.sparse_attention import tiling_for
 
         cores = multiprocessors(torch.device("cuda", torch.cuda.current_device()))
         heads, entries = (HEADS, self.kv_heads), self.args[6].shape[0]

@@ -40,13 +40,13 @@ from benchmarks.engine_steps import per_step
 from benchmarks.tables import Cell, Report
 from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
 from dgraph.bench.measure import Counter
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.phases import rewrite
 from dgraph.families import Model
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.models.shapes import random_model
-from dgraph.optimized import Optimized
 from dgraph.passes import ShardTensorParallel
 from dgraph.passes.manager import run_passes
-from dgraph.phases import rewrite
 
 LINK = 450e9
 """Bytes per second that a GPU sends over NVLink 4, as published: 900e9 in both directions together."""

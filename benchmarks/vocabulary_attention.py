@@ -111,7 +111,7 @@ def peak(call: Callable[[], Any], device: torch.device) -> float:
 
 def chunks(report: Report, rows: Rows) -> None:
     """Ids at a time, the fastest first."""
-    from dgraph.ops.triton.vocabulary_attention import kernel
+    from dgraph.ops.vocabulary.triton.vocabulary_attention import kernel
 
     lines: list[list[Cell]] = []
     for chunk in (4096, 8192, 16384, 32768):

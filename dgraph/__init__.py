@@ -11,6 +11,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dgraph import moved
+
 if TYPE_CHECKING:
     from dgraph.api import Optimized as Optimized
     from dgraph.api import Result as Result
@@ -19,67 +21,67 @@ if TYPE_CHECKING:
     from dgraph.api import load as load
     from dgraph.api import optimize as optimize
     from dgraph.api import recipe as recipe
-    from dgraph.compilation import Compilation as Compilation
-    from dgraph.compilation import WarmUp as WarmUp
+    from dgraph.compiler.compilation import Compilation as Compilation
+    from dgraph.compiler.compilation import WarmUp as WarmUp
+    from dgraph.compiler.phases import rewrite as rewrite
+    from dgraph.compiler.saving import Saved as Saved
+    from dgraph.compiler.saving import save_quantised as save_quantised
     from dgraph.engine.build import EngineSettings as EngineSettings
     from dgraph.engine.engine import Engine as Engine
-    from dgraph.engine.events import Event as Event
+    from dgraph.engine.io.events import Event as Event
     from dgraph.errors import DgraphError as DgraphError
     from dgraph.errors import DgraphWarning as DgraphWarning
     from dgraph.evaluate.calibrate import calibrate as calibrate
     from dgraph.families import Embedded as Embedded
     from dgraph.families import Family as Family
     from dgraph.families import Model as Model
-    from dgraph.graph import Graph as Graph
-    from dgraph.phases import rewrite as rewrite
+    from dgraph.ir.graph import Graph as Graph
     from dgraph.plans.calibration import Calibration as Calibration
     from dgraph.recipes import RECIPES as RECIPES
     from dgraph.recipes import Phase as Phase
     from dgraph.recipes import Recipe as Recipe
     from dgraph.runtime.decoding import Decoding as Decoding
-    from dgraph.runtime.sampling import Sampler as Sampler
-    from dgraph.saving import Saved as Saved
-    from dgraph.saving import save_quantised as save_quantised
+    from dgraph.runtime.sampling.sampler import Sampler as Sampler
     from dgraph.spec import ModelSpec as ModelSpec
-    from dgraph.views import diff as diff
-    from dgraph.views import dump as dump
-    from dgraph.views import explain as explain
+    from dgraph.text.views import diff as diff
+    from dgraph.text.views import dump as dump
+    from dgraph.text.views import explain as explain
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "RECIPES": "recipes",
     "Calibration": "plans.calibration",
-    "Compilation": "compilation",
+    "Compilation": "compiler.compilation",
     "Decoding": "runtime.decoding",
     "DgraphError": "errors",
     "DgraphWarning": "errors",
     "Embedded": "families",
     "Engine": "engine.engine",
     "EngineSettings": "engine.build",
-    "Event": "engine.events",
+    "Event": "engine.io.events",
     "Family": "families",
-    "Graph": "graph",
+    "Graph": "ir.graph",
     "Model": "families",
     "ModelSpec": "spec",
     "Optimized": "api",
     "Phase": "recipes",
     "Recipe": "recipes",
     "Result": "api",
-    "Sampler": "runtime.sampling",
-    "Saved": "saving",
-    "WarmUp": "compilation",
+    "Sampler": "runtime.sampling.sampler",
+    "Saved": "compiler.saving",
+    "WarmUp": "compiler.compilation",
     "adopt": "api",
     "calibrate": "evaluate.calibrate",
     "capture": "api",
-    "diff": "views",
-    "dump": "views",
-    "explain": "views",
+    "diff": "text.views",
+    "dump": "text.views",
+    "explain": "text.views",
     "load": "api",
     "optimize": "api",
     "recipe": "api",
-    "rewrite": "phases",
-    "save_quantised": "saving",
+    "rewrite": "compiler.phases",
+    "save_quantised": "compiler.saving",
 }
 """The module below dgraph that each public name comes from."""
 
@@ -101,3 +103,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES, *_MODULES})
+
+
+moved.install()

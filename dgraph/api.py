@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dgraph.arguments import arguments_of, check_keywords, check_options
 from dgraph.cache.store import open_store
-from dgraph.captured import Weights, graph_of_model, quantising
-from dgraph.compilation import Compilation
+from dgraph.compiler.arguments import arguments_of, check_keywords, check_options
+from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
+from dgraph.compiler.compilation import Compilation
+from dgraph.compiler.compiled_model import Optimized as Optimized
+from dgraph.compiler.compiled_model import Result as Result
 from dgraph.errors import InputError, warn
 from dgraph.families import Model, embedded, resolve, tokenizer_of
-from dgraph.graph import Graph
-from dgraph.groups import ranks_of
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.kernels import Kernels
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.numerics import check_effects
-from dgraph.optimized import Optimized as Optimized
-from dgraph.optimized import Result as Result
 from dgraph.private.triton import target_of
+from dgraph.ranks.groups import ranks_of
 from dgraph.recipes import RECIPES, Recipe, build, options_of
 from dgraph.settings import DtypeLike, dtype_name, settings_of
 from dgraph.spec import FACTS, ModelSpec
@@ -145,9 +145,10 @@ def optimize(
         facts: fields of the spec that hold instead of what the model says, e.g. {"mask_id": 5}.
         progress: called with what is being done, for display.
         mesh: ranks over which the model is divided, see `dgraph.parallel`; each calls this alike, and then `generate`.
-        weights: "fp8", "int8", "int4", "fp8:lm_head=true,embeddings=true" and the like (`dgraph.captured.quantising`),
-            or a `dgraph.passes.QuantizeWeights`: the format in which weights are stored. Weights of a name or folder
-            are read and quantised one by one. A model object keeps its own tensors besides.
+        weights: "fp8", "int8", "int4", "fp8:lm_head=true,embeddings=true" and the like
+            (`dgraph.compiler.base_graph.quantising`), or a `dgraph.passes.QuantizeWeights`: the format in which weights
+            are stored. Weights of a name or folder are read and quantised one by one. A model object keeps its own
+            tensors besides.
         options: the recipe's options, e.g. `alpha=1.8`; and, instead of a `Compilation`, its fields by keyword:
             backend, buckets, graphs, warmup, artifacts, tune, check.
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dgraph.cache.store import open_store
 from dgraph.cache.upkeep import import_
-from dgraph.captured import Weights, quantising
-from dgraph.compilation import Compilation
+from dgraph.compiler.base_graph import Weights, quantising
+from dgraph.compiler.compilation import Compilation
 from dgraph.engine.build import EngineSettings
 from dgraph.engine.warm_up import warm_up
 from dgraph.errors import CacheError, InputError, UnknownName, warn

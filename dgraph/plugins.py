@@ -14,7 +14,7 @@
     last = "package.schedulers:Last"
     [project.entry-points."dgraph.models"]      # a family or an embedded model, see dgraph.families
     mine = "package.families:mine"
-    [project.entry-points."dgraph.causal"]      # a loader of autoregressive models, see dgraph.causal
+    [project.entry-points."dgraph.families.causal"]      # a loader of autoregressive models, see dgraph.families.causal
     mine = "package.judges:mine"
 
 A group is read when a name in it is first asked for. An entry point is imported when its name is needed.

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.foreign import HINTS
+from dgraph.errors.foreign import HINTS
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dgraph.adapters import Adapter, LowRank
 from dgraph.errors import CheckpointError
+from dgraph.families.adapters import Adapter, LowRank
 from dgraph.models.files import read_files, weight_files
 from dgraph.models.objects import read_object
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dgraph.causal import Causal
 from dgraph.errors import CheckpointError
+from dgraph.families.causal import Causal
 from dgraph.models.objects import read_config
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 
@@ -34,7 +34,7 @@ def causal(name: str, model: Any, tokenizer: FileTokenizer, files: list[Path]) -
 
 
 def checkpoint(name: str, dtype: torch.dtype | None, device: torch.device) -> Causal | None:
-    """A folder of any causal class that transformers has; see `dgraph.causal.Loader`.
+    """A folder of any causal class that transformers has; see `dgraph.families.causal.Loader`.
 
     Code that comes with a checkpoint is not run.
 

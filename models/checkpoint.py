@@ -10,8 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dgraph.causal import Causal
 from dgraph.errors import CheckpointError
+from dgraph.families.causal import Causal
+from dgraph.families.quantised import PARTS, Format
+from dgraph.families.weights import Stored, WeightSource, hollow
 from dgraph.models import difference
 from dgraph.models.files import read_files, weight_files
 from dgraph.models.layouts import Quantised
@@ -21,8 +23,6 @@ from dgraph.models.objects import GENERATION, read_config, read_object
 from dgraph.models.quantised import find_quantised, settings_of, stack_parts, without_zero_biases
 from dgraph.models.rotation import check_rotation, check_width
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
-from dgraph.quantised import PARTS, Format
-from dgraph.weights import Stored, WeightSource, hollow
 
 # Keys of a config that say of which class it was written, and how its weights are stored, and not what the model is.
 _ABOUT_THE_CLASS = ("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "quantization_config")

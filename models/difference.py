@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgraph.causal import Causal, load_causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import DIFFERENCE
+from dgraph.families.causal import Causal, load_causal
 
 FEW_ROWS = 16
 """Most changed rows of a matrix that are stored as they are."""
@@ -173,7 +173,7 @@ def write(folder: Path, parts: Parts, base: str, tensors: Mapping[str, Tensor], 
     """Write the file of a difference.
 
     Args:
-        base: what `dgraph.causal.load_causal` takes; a path is that from `folder`, or absolute.
+        base: what `dgraph.families.causal.load_causal` takes; a path is that from `folder`, or absolute.
         tensors: the base's.
         dtype: dtype of the weights that are restored.
     """

@@ -28,8 +28,8 @@ from dgraph.families import Model
 from dgraph.models.moe import MoEFamily, RMSNorm, RoutedExperts, identity_of
 from dgraph.models.remote_code import require, require_size, section
 from dgraph.models.tiny import EOS, build_tiny
-from dgraph.ops.route import check
-from dgraph.shapes import InputSpec
+from dgraph.ops.experts.route import check
+from dgraph.types.shapes import InputSpec
 
 CLASS = "DiffusionGemmaForBlockDiffusion"
 FACTS: dict[str, Any] = {

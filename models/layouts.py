@@ -1,5 +1,5 @@
 """Published layouts of quantised weights: the tensors that each stores of a layer, as values, scales and zeros
-(`dgraph.quantised`).
+(`dgraph.families.quantised`).
 
     compressed-tensors  weight, or weight_packed (int32, eight 4-bit numbers of neighbouring columns in a word)
     fp8                 weight, weight_scale_inv of blocks (DeepSeek-V3)
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import CheckpointError
-from dgraph.quantised import KINDS, WHOLE, Format, QuantisedWeight, blocks_of, packed, unpacked
-from dgraph.weights import Made, Stored, made
+from dgraph.families.quantised import KINDS, WHOLE, Format, QuantisedWeight, blocks_of, packed, unpacked
+from dgraph.families.weights import Made, Stored, made
 
 UNREAD = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale")
 """Tensors of scales of activations, keys and values, which are not read."""
@@ -41,7 +41,7 @@ class Quantised:
     Attributes:
         shape: shape of the weight.
         format: its form in storage.
-        parts: values, scales, and zeros if there are any, as `dgraph.quantised.QuantisedWeight` has them.
+        parts: values, scales, and zeros if there are any, as `dgraph.families.quantised.QuantisedWeight` has them.
     """
 
     shape: tuple[int, int]

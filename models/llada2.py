@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dgraph.errors import CheckpointError, InputError
 from dgraph.models.moe import MoE, MoEFamily, RMSNorm, Routing, identity_of
 from dgraph.models.remote_code import require, section
-from dgraph.ops.route import check
+from dgraph.ops.experts.route import check
 
 FACTS: dict[str, Any] = {
     "mask_id": 156895,

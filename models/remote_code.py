@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dgraph.adapters import Adapter
 from dgraph.errors import CheckpointError
 from dgraph.families import Model
+from dgraph.families.adapters import Adapter
+from dgraph.families.weights import weights_of
 from dgraph.models.adapters import read_adapter
 from dgraph.models.checkpoint import WithOwnKeys, build_native, open_weights, read_folder, restore_buffers
 from dgraph.models.matching import match
@@ -25,7 +26,6 @@ from dgraph.models.objects import architectures_of, describing
 from dgraph.models.rotation import check_rotation
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
-from dgraph.weights import weights_of
 
 
 def as_it_is(config: dict[str, Any], folder: str) -> dict[str, Any]:

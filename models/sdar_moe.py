@@ -18,7 +18,7 @@ from dgraph.models.moe import MoE, MoEFamily, Routing, identity_of
 from dgraph.models.native import PREFIX, Forward
 from dgraph.models.remote_code import require
 from dgraph.models.sdar import FACTS, translate
-from dgraph.ops.route import check
+from dgraph.ops.experts.route import check
 
 NATIVE = "Qwen3MoeForCausalLM"
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from dgraph.errors import UnknownName
 from dgraph.families import Model
+from dgraph.families.weights import WeightSource, read_all, weights_of
 from dgraph.models import diffusion_gemma, dream, fast_dllm_v2, llada, llada2, llada_moe, nemotron, sdar, sdar_moe
 from dgraph.models.checkpoint import make_hollow
 from dgraph.models.moe import MoEFamily
 from dgraph.models.remote_code import RemoteCodeFamily
-from dgraph.sharding import Part
-from dgraph.weights import WeightSource, read_all, weights_of
+from dgraph.ranks.sharding import Part
 
 _MINISTRAL = {
     "vocab_size": 131072,

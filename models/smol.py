@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgraph.causal import Causal
 from dgraph.errors import CheckpointError, InputError
+from dgraph.families.causal import Causal
 from dgraph.models.causal import causal
 from dgraph.models.checkpoint import build_native, restore_buffers
 from dgraph.models.matching import match
@@ -59,7 +59,7 @@ SPECIAL = 3
 
 
 def base(name: str, dtype: torch.dtype | None, device: torch.device) -> Causal | None:
-    """The model under the name "base"; see `dgraph.causal.Loader`."""
+    """The model under the name "base"; see `dgraph.families.causal.Loader`."""
     if name != NAME:
         return None
     path = gguf_file()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import BLOCK, MASK, rewritten
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from dgraph.optimized import Result
-from dgraph.runtime.generation import Generation
+from dgraph.compiler.compiled_model import Result
+from dgraph.runtime.results import Generation
 
 
 def kv_pairs(got: Result | Generation, want: Result | Generation) -> Iterator[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from tests.tiny import VOCAB, tiny_spec
 
 

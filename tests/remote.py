@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.models.files import INDEX
 from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
 from tests.tiny import MASK, caches_of, draw, interpret, rewritten, rows_of

@@ -21,7 +21,7 @@ from dgraph.errors import (
     UnknownName,
     VerifyError,
 )
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.passes import CacheKV, PackRows, Pass
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime import FixedSteps
@@ -35,7 +35,7 @@ def dense(model: dgraph.Model) -> dgraph.Optimized:
 
 @pytest.fixture
 def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgraph.captured.capture_or_load", lambda *_: (captured.copy(), True))
+    monkeypatch.setattr("dgraph.compiler.base_graph.capture_or_load", lambda *_: (captured.copy(), True))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import dgraph
-from dgraph.card import Card, Described, counted, quoted
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.text.diff import diff
+from dgraph.types.card import Card, Described, counted, quoted
 from tests.tiny import draw
 
 

@@ -14,7 +14,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.runtime import ConfidenceThreshold, StepRecord
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import PRESETS, JointThreshold, policy_sampler, renoises
-from dgraph.runtime.sampling import RowContext, Sampler
+from dgraph.runtime.sampling.sampler import RowContext, Sampler
 from dgraph.testing import models, prompts
 
 PROMPTS = ["Sort these words: river stone cloud maple", "river is 123. stone is 456. cloud is 789. What is stone?"]

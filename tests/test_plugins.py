@@ -15,12 +15,12 @@ import pytest
 import dgraph
 from dgraph import plugins
 from dgraph.api import arguments
+from dgraph.bench.arrivals import Request
+from dgraph.bench.simulate import Method, simulate
 from dgraph.cli.options import shared_options
-from dgraph.compilation import Compilation
-from dgraph.engine.jobs import Budgets
-from dgraph.engine.load import Request
-from dgraph.engine.policies import policy_of as policy_named
-from dgraph.engine.simulate import Method, simulate
+from dgraph.compiler.compilation import Compilation
+from dgraph.engine.scheduling.jobs import Budgets
+from dgraph.engine.scheduling.schedulers import policy_of as policy_named
 from dgraph.errors import DgraphWarning, InputError, PluginError, UnknownName
 from dgraph.families import resolve
 from dgraph.frontend.frozen import NotPlain, _target
@@ -31,14 +31,14 @@ from dgraph.plans.rows import PARTS, RowPlan
 from dgraph.recipes import RECIPES, Recipe, build, options_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import POLICIES, PRESETS, policy_of
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling.sampler import Sampler
 from tests.tiny import tiny_spec
 
 SOURCE = """
 from dataclasses import dataclass, replace
 from dgraph.recipes.bidirectional import fast_dllm
 from dgraph.runtime.policies import ConfidenceThreshold, DecodeRule
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling.sampler import Sampler
 
 def patient(spec, *, every: int = 4):
     "Waits."
@@ -323,7 +323,7 @@ def test_an_option_named_cache_reaches_its_recipe(tmp_path: Path, monkeypatch: p
 
 SCHEDULER = """
 from dataclasses import dataclass
-from dgraph.engine.policies import SchedulePolicy
+from dgraph.engine.scheduling.schedulers import SchedulePolicy
 
 @dataclass(frozen=True)
 class Last(SchedulePolicy):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dgraph import passes, plugins, recipes
-from dgraph.engine import policies as schedulers
+from dgraph.engine.scheduling import schedulers
 from dgraph.models import smol
 from dgraph.plans import rows
 from dgraph.runtime import policies

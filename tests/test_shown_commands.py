@@ -112,7 +112,7 @@ def test_options_that_are_spoken_of_exist() -> None:
     def all_of(command: Any) -> set[str]:
         return options_of_command(command).union(*map(all_of, getattr(command, "commands", {}).values()))
 
-    scripts = {m for text in TEXTS.values() for m in re.findall(r"-m ((?:benchmarks|models)[.\w]+)", text)}
+    scripts = {m for text in TEXTS.values() for m in re.findall(r"-m ((?:benchmarks|training)[.\w]+)", text)}
     known = all_of(typer.main.get_command(app)).union(ELSEWHERE, *map(options_of_script, scripts))
     texts = {name: text for name, text in TEXTS.items() if name.endswith(".md") or name.startswith("dgraph/")}
     spoken = {(name, o) for name, text in texts.items() for o in re.findall(r"(?<![\w-])--[a-z][a-z-]*\b(?!_)", text)}

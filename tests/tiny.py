@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.ir.graph import Graph
 from dgraph.ops import op_of
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
-from dgraph.shapes import Dim, InputSpec
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import op_name
+from dgraph.types.shapes import Dim, InputSpec
 
 VOCAB = 97
 MASK = VOCAB - 1

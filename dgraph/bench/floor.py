@@ -20,14 +20,14 @@ import torch
 from torch.fx import Node
 
 from dgraph.bench.products import Mixture, Shape, calls_of
-from dgraph.graph import Graph
-from dgraph.linears import head_of, linear_of, linears_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import head_of, linear_of, linears_of
+from dgraph.ir.stored_weights import stored_of
 from dgraph.lowering.taken import as_taken, is_taken
 from dgraph.lowering.timing import graph_seconds
-from dgraph.nodes import args_of, viewed
 from dgraph.ops import OPS, op_of
 from dgraph.passes.salience import UPDATED, of_masked
-from dgraph.stored import stored_of
+from dgraph.types.nodes import args_of, viewed
 
 COLD = 400e6
 """Least bytes of the weights that are multiplied in turn: several times an L2 cache."""

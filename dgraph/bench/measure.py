@@ -19,9 +19,9 @@ from dgraph.bench.floor import Device, Floor, StepCount, Work, floor_of, work_of
 from dgraph.bench.load import Load
 from dgraph.bench.profile import Profile, profiled
 from dgraph.bench.record import evicts
-from dgraph.engine.kv_cost import KVCost
+from dgraph.engine.memory.kv_cost import KVCost
 from dgraph.families import Model
-from dgraph.runtime.generation import Progress
+from dgraph.runtime.results import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
 
 if TYPE_CHECKING:

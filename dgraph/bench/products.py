@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.ops.experts import can_group, multiply_groups
+from dgraph.ops.experts.experts import can_group, multiply_groups
 
 
 class Mixture(NamedTuple):
@@ -92,7 +92,7 @@ def _grouped(x: Tensor, between: Tensor, ends: Tensor, gate_up: Tensor, down: Te
     """Both products of dgraph::experts; on a GPU by its own kernels."""
     multiply = multiply_groups
     if x.is_cuda:
-        from dgraph.ops.triton.experts import multiply_plain as multiply
+        from dgraph.ops.experts.triton.experts import multiply_plain as multiply
 
     def call() -> None:
         multiply(x, gate_up, ends)

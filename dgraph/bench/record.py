@@ -14,9 +14,9 @@ from dgraph.bench.traces import Trace
 from dgraph.errors import InputError
 from dgraph.families import Model, embedded
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.generation import Progress
+from dgraph.runtime.loop.scripted_policy import BlockStep, History
 from dgraph.runtime.policies import Policy, edits
-from dgraph.runtime.script import BlockStep, History
+from dgraph.runtime.results import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
 

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dgraph.bench.arrivals import Request, arrivals
 from dgraph.bench.load import prompts_of
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.engine.build import EngineSettings
 from dgraph.engine.engine import Engine
-from dgraph.engine.events import Event
-from dgraph.engine.load import Request, arrivals
-from dgraph.engine.policies import SchedulePolicy
-from dgraph.engine.served import Served, Summary, summarise
+from dgraph.engine.io.events import Event
+from dgraph.engine.io.timings import Served, Summary, summarise
+from dgraph.engine.scheduling.schedulers import SchedulePolicy
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.errors import InputError
 from dgraph.families import Model
-from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 
 WARM_UP = 0.1

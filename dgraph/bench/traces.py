@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dgraph.errors import InputError
-from dgraph.runtime.script import BlockStep, History, Script, check_history, closure, selections
+from dgraph.runtime.loop.scripted_policy import BlockStep, History, Script, check_history, closure, selections
 
 FORMAT, VERSION = "dgraph-trace", 1
 

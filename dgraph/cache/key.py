@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dgraph.cache.artifact import FORMAT
 from dgraph.cache.sources import hash_of, modules_beside, path_of, sources
-from dgraph.processor import processor_features
+from dgraph.private.processor import processor_features
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ CAPTURER = "dgraph.frontend.frozen"
 """Module that turns a model's module into a captured graph."""
 TUNER = "dgraph.lowering.tuning"
 """Module that decides, besides the kernels, which tilings are timed and how."""
-PROFILER = "dgraph.engine.profile"
+PROFILER = "dgraph.engine.memory.profile"
 """Module that decides what is measured of a program. It lowers nothing by itself: it imports the modules that do."""
 LAUNCHERS = "launchers"
 """Name of the entry with the libraries that launch kernels."""

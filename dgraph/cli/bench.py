@@ -83,7 +83,7 @@ def bench(
         return
     import dgraph.bench.report as written
     from dgraph.bench.load import endless
-    from dgraph.captured import quantising
+    from dgraph.compiler.base_graph import quantising
 
     options = given.recipe_options(recipe, option, kv_dtype)
     if against is not None:
@@ -169,7 +169,7 @@ def record(
     import dgraph
     from dgraph.bench.record import record as run
     from dgraph.bench.record import report, text_prompts
-    from dgraph.captured import quantising
+    from dgraph.compiler.base_graph import quantising
     from dgraph.recipes import RECIPES, build
 
     if out is None:
@@ -210,8 +210,8 @@ def _load(
     block: int | None,
 ) -> Load:
     """The workload, with lists of zeros of the prompts' lengths in place of their ids."""
+    from dgraph.bench.arrivals import Lengths
     from dgraph.bench.load import Load
-    from dgraph.engine.load import Lengths
 
     decoding, trace = workload.commits_of(commits, steps, threshold, tokens, block)
     return Load([[0] * length for length in Lengths(prompt).draw(batch)], decoding, trace)

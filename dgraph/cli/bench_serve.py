@@ -16,9 +16,9 @@ from dgraph.cli.ranks import ranks
 from dgraph.errors import InputError, warn
 
 if TYPE_CHECKING:
+    from dgraph.bench.arrivals import Request
     from dgraph.bench.serve import LoadTest, ServedLoad
     from dgraph.bench.serve_report import Row
-    from dgraph.engine.load import Request
 
 LOADS = "0.5,0.75,0.9,1.1"
 EXAMPLES = {"load": LOADS, "rate": "0.5,1", "clients": "1,4,16"}
@@ -124,12 +124,12 @@ def serve(
     import dgraph
     import dgraph.bench.serve_report as written
     from dgraph.bench import serve as serving
+    from dgraph.bench.arrivals import arrivals as times_of
     from dgraph.bench.report import machine
     from dgraph.cache.place import parse_size
-    from dgraph.captured import quantising
+    from dgraph.compiler.base_graph import quantising
     from dgraph.engine.build import SEQUENCES, EngineSettings
-    from dgraph.engine.load import arrivals as times_of
-    from dgraph.engine.policies import policy_of
+    from dgraph.engine.scheduling.schedulers import policy_of
 
     options, facts = given.recipe_options(recipe, option, kv_dtype), given.facts(fact)
     workload.check_model(model, shape, layers, facts)
@@ -240,7 +240,7 @@ def _counted(tell: Tell, what: str) -> Callable[[int, int], None]:
 
 
 def _requests(trace: str | None, count: int | None, prompt: str, tokens: str, seed: int) -> list[Request]:
-    from dgraph.engine.load import Lengths, drawn, read_trace
+    from dgraph.bench.arrivals import Lengths, drawn, read_trace
 
     if count is not None and count < 1:
         raise InputError(f"--requests must be at least 1, got {count}.")

@@ -14,7 +14,7 @@ import typer
 from dgraph.cli import options as given
 from dgraph.cli.output import ERR, print_json, print_table, print_text, status
 from dgraph.errors import InputError
-from dgraph.texts import read_text
+from dgraph.types.texts import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -131,7 +131,7 @@ def _compile_something() -> None:
     import torch
 
     from dgraph.private.inductor import compile_region
-    from dgraph.shapes import Symbols
+    from dgraph.types.shapes import Symbols
 
     factor = random.uniform(1, 2)  # a text that no cache knows
     graph = torch.fx.Graph()

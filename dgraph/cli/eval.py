@@ -136,7 +136,7 @@ def evaluate(
     dgraph eval ./SDAR-8B-Chat-b32 --data mine.jsonl --recipe focus --sweep threshold=0.8,0.9 --device cuda
     """
     import dgraph.evaluate.report as written
-    from dgraph.captured import quantising
+    from dgraph.compiler.base_graph import quantising
 
     recipes, rules, sweeps, reference = _choices(recipe, option, policy, threshold, steps, sweep, against)
     for one in weights or ():
@@ -244,7 +244,7 @@ def _swept(key: str, value: str, recipes: Sequence[Choice], rules: Sequence[Choi
 
 def _rule_values(name: str, defaults: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
     """Options of a rule; an option without a default value takes a number."""
-    from dgraph.runtime.sampling import SETTINGS, Sampler
+    from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
 
     if name:
         defaults = {**{key: getattr(Sampler(), key) for key in SETTINGS}, **defaults}
@@ -377,9 +377,9 @@ def _is_folder(weights: str) -> bool:
 
 
 def _judge(name: str, device: Any) -> Judge:
-    from dgraph.causal import load_causal
     from dgraph.evaluate.judge import Judge
     from dgraph.evaluate.results import digest_of
+    from dgraph.families.causal import load_causal
 
     model = load_causal(name, None, device)
     return Judge(model, digest_of(type(model.module).__name__, model.files))

@@ -16,11 +16,11 @@ from dgraph.cli.ranks import leads, ranks
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
-    from dgraph.engine.events import Event
+    from dgraph.compiler.compiled_model import Optimized
+    from dgraph.engine.io.events import Event
     from dgraph.families import Model
-    from dgraph.optimized import Optimized
     from dgraph.runtime.decoding import Decoding
-    from dgraph.runtime.generation import Progress
+    from dgraph.runtime.results import Progress
     from dgraph.viewer import Run
 
 

@@ -12,13 +12,13 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.settings import AUTO, DTYPES, SHORT_DTYPES, DtypeLike, typed
 from dgraph.settings import torch_device as torch_device
 from dgraph.settings import torch_dtype as torch_dtype
-from dgraph.texts import check_text, read_text
+from dgraph.types.texts import check_text, read_text
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = "FORMAT[:KEY=VALUE,...]"
-"""Form of the text that gives the storage of weights; see `dgraph.captured.quantising`."""
+"""Form of the text that gives the storage of weights; see `dgraph.compiler.base_graph.quantising`."""
 
 Model = Annotated[
     str,
@@ -112,7 +112,7 @@ def shared_options(recipes: Sequence[str], given: Sequence[str] | None, kv_dtype
         UnknownName, InputError: as `recipe_options`.
     """
     from dgraph.recipes import RECIPES, builder_of, types_of
-    from dgraph.views import CAPTURED
+    from dgraph.text.views import CAPTURED
 
     types: dict[str, type] = {}
     for recipe in recipes:

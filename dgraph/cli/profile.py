@@ -15,7 +15,7 @@ from dgraph.cli.units import size_text
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
-    from dgraph.engine.profile import Profile
+    from dgraph.engine.memory.profile import Profile
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(|K|M|G)(?:i?B)?")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -63,7 +63,7 @@ def profile(
     dgraph profile llada-8b --shape -r fast_dllm --device cuda --steps --json profile.json
     """
     import dgraph
-    from dgraph.engine.profile import profile as run
+    from dgraph.engine.memory.profile import profile as run
 
     options, facts, limit = given.recipe_options(recipe, option, kv_dtype), given.facts(fact), _size(memory)
     if json is not None:
@@ -118,7 +118,7 @@ def _shape(name: str, dtype: str | None, device: str | None) -> Any:
 
 
 def _facts(found: Profile) -> dict[str, Any]:
-    from dgraph.engine.costs import CostModel
+    from dgraph.engine.scheduling.cost_model import CostModel
 
     cost = {"cost": CostModel.fit(found.steps).to_json()} if found.steps else {}
     return {**found.to_json(), **cost}

@@ -57,11 +57,11 @@ def quantize(
     dgraph quantize tiny_sdar --out tiny_sdar-int4 --calibrated gptq --weights int4:zeros=true
     dgraph quantize ./SDAR-8B-Chat-b32 --weights fp8 --out SDAR-8B-Chat-b32-FP8 --device cuda
     """
+    from dgraph.compiler.saving import Fold, check_out, check_weights, save_quantised
     from dgraph.evaluate.gptq import gptq_for
     from dgraph.evaluate.inputs import inputs_for
     from dgraph.evaluate.scales import scales_for
-    from dgraph.quantised import QuantisedWeight
-    from dgraph.saving import Fold, check_out, check_weights, save_quantised
+    from dgraph.families.quantised import QuantisedWeight
 
     if count is not None and count < 1:
         raise InputError(f"--count must be at least 1, got {count}.")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dgraph.cli import output
 from dgraph.errors import DgraphError, InputError
-from dgraph.rendezvous import rendezvous
+from dgraph.ranks.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -110,8 +110,8 @@ def _group() -> Any:
     """The group that this command has joined; None without one."""
     if "dgraph.parallel" not in sys.modules:
         return None
-    from dgraph.groups import group_of
-    from dgraph.sharding import GROUP
+    from dgraph.ranks.groups import group_of
+    from dgraph.ranks.sharding import GROUP
 
     with suppress(InputError):
         return group_of(GROUP)

@@ -189,7 +189,7 @@ def serve(
         check_installed()
         from dgraph.blueprint import Blueprint
         from dgraph.cache.place import parse_size
-        from dgraph.compilation import Compilation
+        from dgraph.compiler.compilation import Compilation
         from dgraph.engine.build import EngineSettings
         from dgraph.serve.connections import raise_file_limit
         from dgraph.serve.host import Host, bind

@@ -12,9 +12,9 @@ from dgraph.cli.output import print_json, print_table, print_text, status
 from dgraph.errors import InputError, warn
 
 if TYPE_CHECKING:
-    from dgraph.engine.costs import CostModel
-    from dgraph.engine.load import Request
-    from dgraph.engine.simulate import Method, Simulated
+    from dgraph.bench.arrivals import Request
+    from dgraph.bench.simulate import Method, Simulated
+    from dgraph.engine.scheduling.cost_model import CostModel
 
 
 def simulate(
@@ -78,8 +78,8 @@ def simulate(
     dgraph simulate --trace burst.csv --policy look_ahead --rows 4096 --json
     dgraph simulate --requests 2000 --clients 128 --causal --costs costs.json
     """
-    from dgraph.engine.policies import POLICIES, policy_of
-    from dgraph.engine.simulate import simulate as run
+    from dgraph.bench.simulate import simulate as run
+    from dgraph.engine.scheduling.schedulers import POLICIES, policy_of
 
     model, method = _costs(costs), _method(block, causal, mixed, refresh_every, commits, page, by_block)
     found = _requests(trace, requests, rate, arrivals, clients, prompt, tokens, seed)
@@ -123,7 +123,7 @@ def _row(result: Simulated) -> tuple[str, ...]:
 
 
 def _costs(path: str | None) -> CostModel:
-    from dgraph.engine.costs import LLADA_8B_H200, CostModel
+    from dgraph.engine.scheduling.cost_model import LLADA_8B_H200, CostModel
 
     return LLADA_8B_H200 if path is None else CostModel.read(path)
 
@@ -131,8 +131,8 @@ def _costs(path: str | None) -> CostModel:
 def _method(
     block: int, causal: bool, mixed: int | None, refresh_every: int, commits: str, page: int, by_block: bool
 ) -> Method:
-    from dgraph.engine.jobs import MIXED_ROWS
-    from dgraph.engine.simulate import Method
+    from dgraph.bench.simulate import Method
+    from dgraph.engine.scheduling.jobs import MIXED_ROWS
 
     kind, colon, mean = commits.partition(":")
     try:
@@ -155,8 +155,8 @@ def _requests(
     tokens: str,
     seed: int,
 ) -> list[Request]:
-    from dgraph.engine.load import Lengths, drawn, read_trace
-    from dgraph.engine.load import arrivals as times_of
+    from dgraph.bench.arrivals import Lengths, drawn, read_trace
+    from dgraph.bench.arrivals import arrivals as times_of
 
     for name, value in (("--requests", count), ("--clients", clients)):
         if value is not None and value < 1:
@@ -172,7 +172,7 @@ def _requests(
 
 
 def _budgets(requests: Sequence[Request], method: Method, rows: int, sequences: int, pages: int | None) -> Any:
-    from dgraph.engine.jobs import Budgets
+    from dgraph.engine.scheduling.jobs import Budgets
 
     if pages is None:
         pages = max(sequences, 1) * max(method.pages(r.prompt + r.new) for r in requests)

@@ -42,8 +42,8 @@ def dump(
     dgraph dump tiny_sdar --tp 2
     dgraph dump tiny_sdar --weights int8 -r focus
     """
-    from dgraph import views
     from dgraph.errors import InputError
+    from dgraph.text import views
     from dgraph.text.html import to_html
     from dgraph.text.writer import dump as text_of
     from dgraph.text.writer import to_json
@@ -82,7 +82,7 @@ def diff(
     dgraph diff tiny_sdar --from dense --to focus
     dgraph diff tiny_sdar --from captured --to dense --phase prefill
     """
-    from dgraph import views
+    from dgraph.text import views
     from dgraph.text.html import diff_to_html
 
     options, facts = given.shared_options((from_, to), option, kv_dtype), given.facts(fact)
@@ -112,7 +112,7 @@ def explain(
     dgraph explain tiny_sdar -r focus
     dgraph explain tiny_sdar -r focus -o after=2 --json
     """
-    from dgraph import views
+    from dgraph.text import views
 
     options, rows = given.recipe_options(recipe, option, kv_dtype), given.bucket_list(buckets)
     facts = given.facts(fact)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dgraph.errors import DgraphError, InputError, UnknownName
 from dgraph.runtime.decoding import Decoding
-from dgraph.texts import check_text, parse_json, read_text
+from dgraph.types.texts import check_text, parse_json, read_text
 
 OWN = ("id", "prompt", "messages")
 """Fields of a line beside those of a `Decoding`."""

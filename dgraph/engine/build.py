@@ -7,23 +7,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from dgraph.engine.costs import CostModel
-from dgraph.engine.driver import Driver
+from dgraph.engine.core import Driver
 from dgraph.engine.engine import Engine
-from dgraph.engine.jobs import MIXED_ROWS, Budgets
-from dgraph.engine.policies import SchedulePolicy, policy_of
-from dgraph.engine.prefix import PrefixCache
-from dgraph.engine.profile import Profile
-from dgraph.engine.questions import Questions
-from dgraph.engine.scheduler import Scheduler
+from dgraph.engine.io.label_questions import Questions
+from dgraph.engine.memory.prefix_cache import PrefixCache
+from dgraph.engine.memory.profile import Profile
+from dgraph.engine.scheduling.cost_model import CostModel
+from dgraph.engine.scheduling.jobs import MIXED_ROWS, Budgets
+from dgraph.engine.scheduling.scheduler import Scheduler
+from dgraph.engine.scheduling.schedulers import SchedulePolicy, policy_of
 from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.program import Program
 from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.loop.label_scoring import Scorer
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.requests import Request, Shape, ring_pages, step_rows
-from dgraph.runtime.scoring import Scorer
-from dgraph.runtime.session import BlockSession
-from dgraph.runtime.stops import Decoder
+from dgraph.runtime.sampling.stops import Decoder
 
 PAGES = ("block", "life")
 SEQUENCES = {"cpu": 16, "cuda": 64}
@@ -58,10 +58,10 @@ class EngineSettings:
         max_logit_rows: rows whose logits exist at a time; default the recipe's. The memory of other logits goes to keys
             and values.
         kv_bytes: memory of the pool of keys and values, never more than max_sequences of max_tokens need. Default 1 GiB
-            on a CPU; on a GPU the memory that weights, activations and graphs leave (see `dgraph.engine.profile`; the
-            first time, measuring it takes some steps).
+            on a CPU; on a GPU the memory that weights, activations and graphs leave (see
+            `dgraph.engine.memory.profile`; the first time, measuring it takes some steps).
         policy: which requests run: "look_ahead", "fcfs", "prefill_first", "static", or an object; see
-            `dgraph.engine.policies`.
+            `dgraph.engine.scheduling.schedulers`.
         pages: "block": a request of a block-causal model gets pages as it grows. When no page is left, the youngest
             request gives way and comes back later, with the same tokens. "life": a request gets all of its pages at
             admission. Other models, and recipes that keep packed keys, always get all.

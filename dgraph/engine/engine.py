@@ -14,20 +14,20 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from dgraph.engine.driver import Driver
-from dgraph.engine.events import Event, Response, into, next_end
-from dgraph.engine.loop import EngineClosed, Loop
-from dgraph.engine.mailbox import Mailbox, weakly
-from dgraph.engine.questions import Answer, Questions
-from dgraph.engine.sinks import GuardedSink
+from dgraph.engine.core import Driver
+from dgraph.engine.io.event_loop import Mailbox, weakly
+from dgraph.engine.io.events import Event, Response, into, next_end
+from dgraph.engine.io.label_questions import Answer, Questions
+from dgraph.engine.io.sinks import GuardedSink
+from dgraph.engine.io.tickets import Sink, Ticket
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
-from dgraph.engine.tickets import Sink, Ticket
+from dgraph.engine.thread import EngineClosed, Loop
 from dgraph.errors import EngineBusy, InputError
 from dgraph.runtime.checks import canvases_of, listed
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.scoring import Question
-from dgraph.runtime.stops import Decoder
+from dgraph.runtime.loop.label_scoring import Question
+from dgraph.runtime.sampling.stops import Decoder
 
 
 class Engine:
@@ -316,7 +316,7 @@ class Engine:
         before: Sequence[int] = (),
         after: Sequence[int] = (),
     ) -> Answer:
-        """Probability of each label in a slot after a prompt; see `dgraph.runtime.scoring`.
+        """Probability of each label in a slot after a prompt; see `dgraph.runtime.loop.label_scoring`.
 
         One forward of the model as published, between two steps, gives it and leaves nothing behind.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dgraph.engine.driver import Driver
-from dgraph.engine.tickets import Sink
+from dgraph.engine.core import Driver
+from dgraph.engine.io.tickets import Sink
 from dgraph.errors import InputError
 from dgraph.runtime.checks import check_canvases, check_request
 from dgraph.runtime.decoding import Decoding

@@ -13,7 +13,7 @@ from dgraph.recipes import options_of as recipe_options
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import DecodeRule, policy_of
 from dgraph.runtime.policies import options_of as rule_options
-from dgraph.runtime.sampling import SETTINGS
+from dgraph.runtime.sampling.sampler import SETTINGS
 from dgraph.spec import ModelSpec
 
 SHORT = ("threshold", "steps")

@@ -19,7 +19,8 @@ from dgraph.cache.store import open_store
 from dgraph.errors import CaptureError, InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import capture_or_load
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import verify
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
@@ -28,10 +29,9 @@ from dgraph.passes.pack_rows import PackRows
 from dgraph.plans.calibration import Calibration
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.rows import first_limits
+from dgraph.runtime.state.packed_rows import first_limits
 from dgraph.settings import DtypeLike
 from dgraph.spec import ModelSpec
-from dgraph.verify import verify
 
 aten = torch.ops.aten
 

@@ -20,12 +20,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, warn
 from dgraph.evaluate.inputs import Inputs
-from dgraph.graph import Graph
-from dgraph.linears import linears_of
-from dgraph.nodes import args_of
-from dgraph.ops import OPS
-from dgraph.ops.experts import chosen, gated
-from dgraph.quantised import (
+from dgraph.families.quantised import (
     KINDS,
     WHOLE,
     Format,
@@ -36,7 +31,12 @@ from dgraph.quantised import (
     scales_of,
     stored_numbers,
 )
-from dgraph.stored import stored_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import linears_of
+from dgraph.ir.stored_weights import stored_of
+from dgraph.ops import OPS
+from dgraph.ops.experts.experts import chosen, gated
+from dgraph.types.nodes import args_of
 
 DAMPING = 0.01
 """Share of a Hessian's mean diagonal that is added to its diagonal."""

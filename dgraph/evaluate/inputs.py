@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.cache.store import open_store
-from dgraph.captured import Weights, graph_of_model, quantising
+from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
+from dgraph.compiler.saving import formats_for
 from dgraph.errors import InputError
 from dgraph.evaluate.calibrate import encoded, first_step, response_length
 from dgraph.families import resolve
-from dgraph.graph import Graph
+from dgraph.families.quantised import Format
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import verify
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes.manager import run_passes
 from dgraph.passes.pack_rows import PackRows
-from dgraph.quantised import Format
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
-from dgraph.saving import formats_for
 from dgraph.settings import DtypeLike
-from dgraph.verify import verify
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from dgraph.causal import Causal
 from dgraph.families import encode_part
+from dgraph.families.causal import Causal
 
 NGRAM = 4
 """Tokens of the n-grams that are counted as repeated."""

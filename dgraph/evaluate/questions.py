@@ -9,7 +9,7 @@ from pathlib import Path
 from dgraph.errors import InputError, UnknownName
 from dgraph.evaluate.comparisons import COMPARISONS, read_number
 from dgraph.families import Embedded, embedded
-from dgraph.texts import parse_json, read_text
+from dgraph.types.texts import parse_json, read_text
 
 OPEN = "text"
 """The task of stored prompts that go on as open text, without right or wrong."""

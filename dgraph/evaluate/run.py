@@ -20,7 +20,7 @@ from dgraph.families import Model
 from dgraph.passes import salience
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.generation import Progress
+from dgraph.runtime.results import Progress
 
 
 @dataclass(frozen=True)

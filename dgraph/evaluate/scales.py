@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dgraph.compiler.saving import Fold
 from dgraph.evaluate.inputs import Inputs
-from dgraph.graph import Graph
-from dgraph.linears import linears_of
-from dgraph.nodes import args_of, op_name
-from dgraph.quantised import Format, quantise
-from dgraph.saving import Fold
+from dgraph.families.quantised import Format, quantise
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import linears_of
+from dgraph.types.nodes import args_of, op_name
 
 aten = torch.ops.aten
 

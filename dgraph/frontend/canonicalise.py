@@ -17,11 +17,11 @@ from torch.fx import Node
 
 from dgraph.errors import CaptureError
 from dgraph.frontend.layouts import name_views, straighten
-from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name, role_of, where
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.ops.registry import numeric
-from dgraph.shapes import Evaluator
+from dgraph.types.nodes import args_of, op_name, role_of, where
+from dgraph.types.shapes import Evaluator
 
 aten = torch.ops.aten
 

@@ -21,13 +21,13 @@ from torch.fx import Node
 from dgraph.errors import CaptureError, VerifyError
 from dgraph.frontend.canonicalise import canonicalise
 from dgraph.frontend.places import Place, module_path, places_of
-from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import reads_host
 from dgraph.ops import op_of
 from dgraph.private.torch import OpOverload
-from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
-from dgraph.verify import reads_host
+from dgraph.types.nodes import args_of, op_name
+from dgraph.types.shapes import InputSpec
 
 INPUT_IDS = InputSpec("input_ids", torch.int64, ("b", "t"))
 POSITIONS = InputSpec("positions", torch.int64, ("b", "t"))

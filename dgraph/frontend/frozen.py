@@ -21,16 +21,16 @@ from torch.fx import Node
 from dgraph.cache.key import Key, graph_key
 from dgraph.cache.store import Store
 from dgraph.errors import DgraphError
+from dgraph.families.weights import WeightSource, weights_of
 from dgraph.frontend.capture import capture_module
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.stored_weights import as_stored
+from dgraph.ir.verifier import verify
 from dgraph.plugins import load_ops
 from dgraph.private.torch import OpOverload
-from dgraph.shapes import DTYPES, InputSpec
 from dgraph.spec import ModelSpec
-from dgraph.stored import as_stored
-from dgraph.verify import verify
-from dgraph.weights import WeightSource, weights_of
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import DTYPES, InputSpec
 
 FILE = "graph.json"
 _DTYPES = {text: dtype for dtype, text in DTYPES.items()}

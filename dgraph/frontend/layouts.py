@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.linears import linear_of
-from dgraph.nodes import args_of, is_view, op_name
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import linear_of
 from dgraph.private.torch import OpOverload
+from dgraph.types.nodes import args_of, is_view, op_name
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Node
 
-from dgraph.nodes import op_name
+from dgraph.types.nodes import op_name
 
 Place = tuple[int | None, str]
 """The layer, None outside the layers, and the module relative to it."""

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import AnyStep, RowChunks, Step
-from dgraph.nodes import args_of, is_view, op_name, viewed
 from dgraph.ops import OPS, op_of
-from dgraph.shapes import Symbols, is_row_set
+from dgraph.types.nodes import args_of, is_view, op_name, viewed
+from dgraph.types.shapes import Symbols, is_row_set
 
 CHUNK_ROWS = 24576
 """Most rows of a chunk.

@@ -8,8 +8,8 @@ from operator import getitem
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name
+from dgraph.ir.graph import Graph
+from dgraph.types.nodes import args_of, op_name
 
 
 def contents(graph: Graph) -> str:

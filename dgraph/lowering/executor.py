@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.errors import InputError, LoweringError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
 from dgraph.lowering.fused import Fused
@@ -39,9 +39,9 @@ from dgraph.lowering.steps import (
 )
 from dgraph.lowering.taken import arguments_of, is_taken
 from dgraph.lowering.tuning import Tuning
-from dgraph.nodes import args_of
 from dgraph.ops import OPS, launcher, op_of
-from dgraph.shapes import InputSpec
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import InputSpec
 
 
 class LoweredProgram:

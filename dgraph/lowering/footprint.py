@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.layers import layers_of, linear_of
+from dgraph.families.quantised import QuantisedRows, QuantisedWeight
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import layers_of, linear_of
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.schedule import Region
 from dgraph.lowering.steps import Step, instead, single
-from dgraph.nodes import args_of, is_view, op_name, viewed
 from dgraph.ops import OPS, Op, op_of
 from dgraph.private.torch import StorageWatch, fake_mode
-from dgraph.quantised import QuantisedRows, QuantisedWeight
-from dgraph.shapes import InputSpec, without_window
+from dgraph.types.nodes import args_of, is_view, op_name, viewed
+from dgraph.types.shapes import InputSpec, without_window
 
 HEAD = "LM head"
 GROUPS = ("attention", "projections", "feed-forward", "norms", HEAD, "other")

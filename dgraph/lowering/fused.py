@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.linears import linear_of
+from dgraph.families.quantised import quantised_rows
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import linear_of
 from dgraph.lowering.taken import inputs_of
-from dgraph.nodes import ancestors, args_of, viewed
-from dgraph.ops import OPS, Op, op_of, rope
-from dgraph.quantised import quantised_rows
+from dgraph.ops import OPS, Op, op_of
+from dgraph.ops.rows import rope
+from dgraph.types.nodes import ancestors, args_of, viewed
 
 aten = torch.ops.aten
 

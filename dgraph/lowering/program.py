@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 
 
 @dataclass(frozen=True)

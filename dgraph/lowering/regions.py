@@ -13,13 +13,13 @@ from torch.fx import Node
 from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.inductor import RegionFunction, Source, compiled
-from dgraph.nodes import args_of, op_name
 from dgraph.ops import op_of
 from dgraph.private.torch import typing
-from dgraph.shapes import DTYPES, Symbols
+from dgraph.types.nodes import args_of, op_name
+from dgraph.types.shapes import DTYPES, Symbols
 
 if TYPE_CHECKING:  # neither says how a region is compiled, so a key of compiled code need not follow them
-    from dgraph.graph import Graph
+    from dgraph.ir.graph import Graph
     from dgraph.lowering.schedule import Region
 
 BACKENDS = ("inductor", "eager")

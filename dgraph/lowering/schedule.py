@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from dgraph.errors import LoweringError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.fused import Fused, fused_of, results_of
 from dgraph.lowering.taken import as_taken, inputs_of, is_taken, readers_of, run_by
-from dgraph.nodes import args_of, where
 from dgraph.ops import Op, op_of
+from dgraph.types.nodes import args_of, where
 
 
 @dataclass(frozen=True)

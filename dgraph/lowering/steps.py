@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dgraph.families.quantised import QuantisedRows, QuantisedWeight
 from dgraph.ops import Op
-from dgraph.quantised import QuantisedRows, QuantisedWeight
 
 if TYPE_CHECKING:
     from dgraph.lowering.fused import Fused

@@ -1,16 +1,16 @@
 """Pass quantised operands to GEMM kernels without dequantising them: stored weights, and rows in 8 bits.
 
 A product by `dgraph::dequantise` of a weight reads the inputs of the dequantisation: values, scales and zeros, as one
-`dgraph.quantised.QuantisedWeight`. The dequantised weight never lies in memory. A linear layer is then a call of
-`dgraph::linear`, and no part of a region; ops that multiply by weights say so (`Op.stored`). Where any other op reads
-the dequantised weight, it is computed, like any other value.
+`dgraph.families.quantised.QuantisedWeight`. The dequantised weight never lies in memory. A linear layer is then a call
+of `dgraph::linear`, and no part of a region; ops that multiply by weights say so (`Op.stored`). Where any other op
+reads the dequantised weight, it is computed, like any other value.
 
 A lookup of ids in such a weight is `dgraph::embedding_stored`, which dequantises the rows that it reads.
 
 A product that reads rounded rows (`dgraph::round_rows`) takes them as numbers and scales, as one
-`dgraph.quantised.QuantisedRows` (`Op.rounded`). Its weight must be stored in numbers of the same kind with a scale for
-each of its rows. `as_taken` rewrites such products. Rounding then makes numbers and scales, which fuse into the op that
-makes the rows, and the rounded values never lie in memory.
+`dgraph.families.quantised.QuantisedRows` (`Op.rounded`). Its weight must be stored in numbers of the same kind with a
+scale for each of its rows. `as_taken` rewrites such products. Rounding then makes numbers and scales, which fuse into
+the op that makes the rows, and the rounded values never lie in memory.
 
 Where rows are listed, only the device knows their number. A fused op would run on as many as there is room for; on a
 GPU a kernel rounds only the listed rows.
@@ -23,12 +23,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.linears import unit_of
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import unit_of
+from dgraph.ir.row_order import list_of
+from dgraph.ir.stored_weights import stored_of
 from dgraph.ops import OPS, Op, op_of
-from dgraph.orders import list_of
-from dgraph.stored import stored_of
+from dgraph.types.nodes import args_of
 
 aten = torch.ops.aten
 

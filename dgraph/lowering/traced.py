@@ -20,7 +20,7 @@ from dgraph.cache.store import Store
 from dgraph.errors import LoweringError, warn
 from dgraph.lowering.inductor import Compiled, RegionFunction, Source, compiled, known
 from dgraph.private.torch import copy_all, tracing
-from dgraph.shapes import DTYPES, Symbols
+from dgraph.types.shapes import DTYPES, Symbols
 
 Update = tuple[int, Tensor]
 """The number of an input, and the value that is written into it."""

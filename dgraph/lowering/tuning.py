@@ -17,14 +17,14 @@ from torch import Tensor
 
 from dgraph.cache.key import Key, tuning_key
 from dgraph.cache.store import Store
-from dgraph.graph import Graph
-from dgraph.groups import Alone, Group
+from dgraph.ir.graph import Graph
 from dgraph.lowering.taken import is_taken
 from dgraph.lowering.timing import tiling_seconds
-from dgraph.nodes import args_of
 from dgraph.ops import OPS, op_of
 from dgraph.ops.tuning import Choice, Choices, Shape, text_of
-from dgraph.shapes import without_window
+from dgraph.ranks.groups import Alone, Group
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import without_window
 
 FILE = "choices.json"
 MARGIN = 0.98
@@ -167,7 +167,7 @@ class Tuning:
             self.store.put(key, {FILE: data.encode()}, replace=True)
 
     def _choose(self, op: str, shape: Shape) -> Choice:
-        from dgraph.ops.triton.attention_tiling import multiprocessors
+        from dgraph.ops.attention.triton.attention_tiling import multiprocessors
 
         tilings = OPS[op].tunable.candidates(shape, multiprocessors(self.device))
         times: dict[Any, float] = {}

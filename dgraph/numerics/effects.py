@@ -8,14 +8,14 @@ from itertools import islice
 
 from torch import Tensor
 
+from dgraph.compiler.phases import rewrite
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.numerics.parting import Difference, aligned, difference, first_parting
 from dgraph.numerics.run import Run, run
 from dgraph.numerics.steps import SmallStep, State, reads_choice, small_steps
-from dgraph.ops.lm_head import decode_logits
+from dgraph.ops.lm_head.lm_head import decode_logits
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.phases import rewrite
 from dgraph.recipes import Phase, Recipe
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.nodes import where
 from dgraph.numerics.run import Run
+from dgraph.types.nodes import where
 
 TOLERANCES = {
     torch.float64: 1e-10,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.graph import ALL, Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import ALL, Graph
 from dgraph.ops import op_of
+from dgraph.types.nodes import args_of
 
 
 @dataclass(frozen=True)

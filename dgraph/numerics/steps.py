@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
 from dgraph.ops import op_of
-from dgraph.ops.sparse import REUSE, SELECT
-from dgraph.shapes import InputSpec, without_window
+from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import InputSpec, without_window
 
 SEQUENCES = 2
 BLOCKS = 2
@@ -27,7 +27,7 @@ class SmallStep:
     """A step of a few sequences of one length.
 
     Attributes:
-        values: by name, inputs that the decode loop computes for a step (see `dgraph.shapes.InputSpec`).
+        values: by name, inputs that the decode loop computes for a step (see `dgraph.types.shapes.InputSpec`).
         whole: True if it has all rows of all sequences, as a graph without caches needs them; such a step chooses the
             keys that stay.
         open: True if each row sees all rows of its sequence.

@@ -18,8 +18,10 @@ from pkgutil import iter_modules
 
 from dgraph.ops.registry import OPS, Op, Sample, define, launcher, numeric, op_of, register, targets_of
 
-for _module in iter_modules(__path__):
-    if not _module.ispkg:  # kernels, which need Triton
-        import_module(f"{__name__}.{_module.name}")
+for _subject in iter_modules(__path__, f"{__name__}."):
+    _package = import_module(_subject.name) if _subject.name != f"{__name__}.triton" else None
+    for _module in iter_modules(getattr(_package, "__path__", ()), f"{_subject.name}."):
+        if not _module.ispkg:  # kernels, which need Triton
+            import_module(_module.name)
 
 __all__ = ["OPS", "Op", "Sample", "define", "launcher", "numeric", "op_of", "register", "targets_of"]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.families.quantised import QuantisedRows
 from dgraph.plugins import load_ops
 from dgraph.private.torch import OpPacket, let_written_be_left_out
-from dgraph.quantised import QuantisedRows
 
 NAMESPACE = "dgraph"
 """Namespace of this package's ops; an op from another package has its own."""
@@ -67,7 +67,7 @@ class Op:
             arguments are left alone, and may hold anything. If the op acts row by row, only that entry counts.
         own_rows: the arguments with rows of their own (keys, or rows that are packed). Their row set may be another
             than that of the other arguments.
-        scales: maps each argument that may be in float8 to the argument with its scales; see `dgraph.ops.scales`.
+        scales: maps each argument that may be in float8 to the argument with its scales; see `dgraph.ops.kv.scales`.
         copies: the arguments that it copies as they are stored, float8 included; another call copies the scales.
         gathers: True if its results are over another row set than its arguments, or its arguments over several.
         padding: value that the padding rows of each result hold; None for anything. Results beyond the last entry have
@@ -81,11 +81,11 @@ class Op:
         kernel: function for tensors on a GPU, as "module:function"; None: the reference runs there, too.
         tuning: the `dgraph.ops.tuning.Tunable` of a kernel that has tilings to choose from, as "module:name".
         stored: the arguments that are weights, or stacks of them, by which it multiplies. In place of a quantised one a
-            program gives reference, kernel and `workspace` a `dgraph.quantised.QuantisedWeight`. In a graph, and called
-            through torch, the op reads the weight dequantised.
+            program gives reference, kernel and `workspace` a `dgraph.families.quantised.QuantisedWeight`. In a graph,
+            and called through torch, the op reads the weight dequantised.
         rounded: the arguments whose rows it multiplies by its weight. dgraph::round_rows may have rounded them to the
             kind of numbers in which the weight is stored. In their place a program then gives reference, kernel and
-            `workspace` a `dgraph.quantised.QuantisedRows`.
+            `workspace` a `dgraph.families.quantised.QuantisedRows`.
         rounds: True if its kernel takes `kind`. With it the kernel returns the results of dgraph::rows_quantise on the
             live rows [N, d] of its one result [N, ...], in place of that.
         workspace: takes a device and a call's arguments, and looks only at sizes and dtypes. It gives the bytes that

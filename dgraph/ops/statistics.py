@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.registry import numeric
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 
 
 @dataclass(frozen=True)

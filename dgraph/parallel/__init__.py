@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 
 from dgraph.errors import InputError, UnknownName, warn
-from dgraph.groups import join
 from dgraph.parallel.choice import KINDS, Kind
 from dgraph.parallel.group import ProcessGroup
 from dgraph.parallel.star import Address, Star, connect, listen
 from dgraph.parallel.symmetric import Symmetric
-from dgraph.sharding import GROUP, Sharding
+from dgraph.ranks.groups import join
+from dgraph.ranks.sharding import GROUP, Sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,8 +199,8 @@ def _star(of_torch: dist.ProcessGroup) -> Star:
 def _leave(group: ProcessGroup) -> None:
     """Leave the group at exit, with a goodbye unless an error ends this process.
 
-    Gloo's threads end here, as one that the interpreter meets at its end aborts the process. NCCL is left to the end
-    of the process: its destructor waits for every CUDA graph that recorded it, and they live as long as the process.
+    Gloo's threads end here, as one that the interpreter meets at its end aborts the process. NCCL ends with the
+    process: its destructor waits for the CUDA graphs that recorded it, which live until then.
     """
     if getattr(sys, "last_value", None) is None:
         group.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from dgraph.graph import Graph
-from dgraph.groups import group_of
+from dgraph.families.weights import Source
+from dgraph.ir.graph import Graph
 from dgraph.parallel import of
 from dgraph.passes.manager import run_passes
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
-from dgraph.runtime.agree import agree
-from dgraph.weights import Source
+from dgraph.ranks.groups import group_of
+from dgraph.runtime.loop.rank_check import agree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

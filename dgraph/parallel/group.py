@@ -31,7 +31,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 
 
 class ProcessGroup:
-    """One rank of a group of processes; see `dgraph.groups.Group`.
+    """One rank of a group of processes; see `dgraph.ranks.groups.Group`.
 
     When a rank dies, collectives that wait for it are aborted where their back end can do that. A kernel in symmetric
     memory cannot be aborted. If this process does not end by itself within `GRACE` seconds, it exits with 1.

@@ -7,15 +7,15 @@ from typing import ClassVar
 
 import torch
 
-from dgraph.adapters import LowRank
 from dgraph.errors import PassError
-from dgraph.graph import Graph
-from dgraph.linears import Linear, linears_of
+from dgraph.families.adapters import LowRank
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import Linear, linears_of
+from dgraph.ir.stored_weights import Stored
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec
-from dgraph.sharding import Part
-from dgraph.stored import Stored
+from dgraph.ranks.sharding import Part
+from dgraph.types.shapes import InputSpec
 
 DRAFTED = InputSpec("drafted", torch.bool, ("N",))
 """Flags of draft rows, which a later step verifies."""

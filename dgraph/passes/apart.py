@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.linears import Linear, linears_of, split_of
-from dgraph.nodes import args_of
-from dgraph.stored import rows_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import Linear, linears_of, split_of
+from dgraph.ir.stored_weights import rows_of
+from dgraph.types.nodes import args_of
 
 aten = torch.ops.aten
 

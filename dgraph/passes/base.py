@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 from torch.fx import Node
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.graph import Graph
-from dgraph.nodes import where
+from dgraph.ir.graph import Graph
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import where
 
 
 class Effect(enum.Enum):

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name, viewed
+from dgraph.ir.graph import Graph
+from dgraph.ir.row_order import list_of
 from dgraph.ops import OPS, op_of
-from dgraph.ops.rope import turns_rows
-from dgraph.orders import list_of
+from dgraph.ops.rows.rope import turns_rows
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.types.nodes import args_of, op_name, viewed
 
 
 @dataclass(frozen=True)

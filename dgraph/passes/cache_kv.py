@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 
 from dgraph.errors import PassError, UnknownName
-from dgraph.graph import Graph
-from dgraph.nodes import args_of, where
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
-from dgraph.ops.scales import KV_DTYPES
+from dgraph.ops.kv.scales import KV_DTYPES
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec, of_window
+from dgraph.types.nodes import args_of, where
+from dgraph.types.shapes import InputSpec, of_window
 
 PAGE_TABLE = InputSpec("page_table", torch.int32, ("b", "P"))
 

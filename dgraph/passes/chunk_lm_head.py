@@ -9,13 +9,13 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.linears import gathered, head_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import gathered, head_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec
-from dgraph.sharding import FIRST_ID
+from dgraph.ranks.sharding import FIRST_ID
 from dgraph.spec import ModelSpec
+from dgraph.types.shapes import InputSpec
 
 CANDIDATE = InputSpec("candidate", torch.bool, ("N",))
 TEMPERATURE = InputSpec("temperature", torch.float32, ("N",))

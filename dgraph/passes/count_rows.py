@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
-from dgraph.graph import Graph, Listed
-from dgraph.linears import linear_of
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph, Listed
+from dgraph.ir.linears import linear_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.salience import nowhere
+from dgraph.types.nodes import args_of
 
 aten = torch.ops.aten
 

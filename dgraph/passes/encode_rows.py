@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.nodes import args_of, viewed
+from dgraph.ir.graph import Graph
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.types.nodes import args_of, viewed
 
 aten = torch.ops.aten
 

@@ -10,14 +10,14 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
-from dgraph.layers import windowed
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import windowed
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.chunk_lm_head import CANDIDATE
-from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import InputSpec
 
 aten = torch.ops.aten
 

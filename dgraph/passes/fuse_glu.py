@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dgraph.graph import Graph
-from dgraph.linears import unit_of
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import unit_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.types.nodes import args_of
 
 
 @dataclass(frozen=True)

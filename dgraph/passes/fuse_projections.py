@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.layers import layers_of
-from dgraph.linears import Linear, linears_of, split_of
-from dgraph.nodes import args_of
+from dgraph.families.quantised import WHOLE
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import layers_of
+from dgraph.ir.linears import Linear, linears_of, split_of
+from dgraph.ir.stored_weights import stored_of
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.quantised import WHOLE
-from dgraph.stored import stored_of
+from dgraph.types.nodes import args_of
 
 aten = torch.ops.aten
 

@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from dgraph.errors import DgraphError, PassError, UnknownName
-from dgraph.graph import Graph
-from dgraph.nodes import ancestors
+from dgraph.ir.graph import Graph
+from dgraph.ir.readonly import read_only
+from dgraph.ir.verifier import Signature, verify
 from dgraph.ops import op_of
 from dgraph.passes.base import Pass, Report
-from dgraph.readonly import read_only
-from dgraph.verify import Signature, verify
+from dgraph.types.nodes import ancestors
 
 
 def run_passes(

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dgraph.errors import PassError
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.ops.statistics import Statistic, declare, kept_rows
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.cache_kv import PAGE_TABLE
+from dgraph.types.nodes import args_of
 
 MEASURED = "measured"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.passes.base import Effect, Pass, Report
 
 

@@ -8,16 +8,16 @@ from typing import ClassVar
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.layers import Layer, windowed, without
-from dgraph.linears import heads_of
-from dgraph.nodes import args_of, op_name
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import Layer, windowed, without
+from dgraph.ir.linears import heads_of
 from dgraph.ops import op_of
 from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.count_rows import count_products
 from dgraph.passes.salience import obstacle
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import args_of, op_name
 
 aten = torch.ops.aten
 

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
-from dgraph import kinds
-from dgraph.aten_rules import Rule, rule_of
-from dgraph.axes import Axes, Call
 from dgraph.errors import PassError
-from dgraph.graph import Graph
-from dgraph.nodes import args_of, op_name, role_of, where
+from dgraph.ir import aten_kinds as kinds
+from dgraph.ir.aten_rules import Rule, rule_of
+from dgraph.ir.axes import Axes, Call
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS, Op, op_of
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec
+from dgraph.types.nodes import args_of, op_name, role_of, where
+from dgraph.types.shapes import InputSpec
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ class PackRows(Pass):
 
     Raises:
         PassError: an op for which no row layout is known; the message names op, module and line. A package adds one
-            with `dgraph.aten_rules.register`.
+            with `dgraph.ir.aten_rules.register`.
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
@@ -173,7 +173,7 @@ class _Packer:
             return self._by_row(node, op)
         raise self._unknown(
             node,
-            "no rule is known for it. Add one with dgraph.aten_rules.register in a module of the entry-point group "
+            "no rule is known for it. Add one with dgraph.ir.aten_rules.register in a module of the entry-point group "
             "'dgraph.ops', or write the forward with other ops",
         )
 

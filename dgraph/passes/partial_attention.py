@@ -9,14 +9,14 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph, Listed
-from dgraph.layers import Layer, of_weights, windowed, without
-from dgraph.nodes import args_of, op_name
+from dgraph.ir.graph import Graph, Listed
+from dgraph.ir.layers import Layer, of_weights, windowed, without
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import args_of, op_name
 
 aten = torch.ops.aten
 

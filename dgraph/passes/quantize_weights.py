@@ -11,14 +11,14 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.linears import embedding_of, head_of, linears_of
-from dgraph.nodes import args_of, op_name
+from dgraph.families.quantised import KINDS, ROW_KINDS, WHOLE, Format
+from dgraph.families.weights import Quantising, Shapes, WeightSource
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import embedding_of, head_of, linears_of
+from dgraph.ir.stored_weights import Stored, formats_of, quantised_as, stored_of, take_weights
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.quantised import KINDS, ROW_KINDS, WHOLE, Format
-from dgraph.stored import Stored, formats_of, quantised_as, stored_of, take_weights
-from dgraph.weights import Quantising, Shapes, WeightSource
+from dgraph.types.nodes import args_of, op_name
 
 aten = torch.ops.aten
 
@@ -31,9 +31,9 @@ class QuantizeWeights(Pass):
         after   %4 = dgraph.dequantise(q_proj.weight, q_proj.weight_scale, None, [1, -1], f32)       f32[64, 64]
                 %5 = linear(%3, %4)                                                                  f32[b, t, 64]
 
-    Weights are rounded to the nearest numbers (`dgraph.quantised`). A product that reads such a weight multiplies by
-    the stored numbers, and no dequantised weight lies in memory (`dgraph.lowering.taken`). Any other reader dequantises
-    it.
+    Weights are rounded to the nearest numbers (`dgraph.families.quantised`). A product that reads such a weight
+    multiplies by the stored numbers, and no dequantised weight lies in memory (`dgraph.lowering.taken`). Any other
+    reader dequantises it.
 
     Rows are rounded within the norm or the activation that makes them. Between the products of experts they are rounded
     within the gate. On a GPU they are rounded within the sum over the shares of an attention's keys
@@ -48,7 +48,7 @@ class QuantizeWeights(Pass):
     Approximate, unless the weights are numbers of the format times scales already.
 
     Attributes:
-        format: "fp8", "int8" or "int4"; see `dgraph.quantised.Format`. None leaves all weights as they are.
+        format: "fp8", "int8" or "int4"; see `dgraph.families.quantised.Format`. None leaves all weights as they are.
         block: rows and columns of a weight that share a scale, -1 for all; None for the format's own.
         zeros: True if each block also stores the number that stands for 0.
         which: patterns of the names of weights ("*.mlp.*", "model.layers.3.*"), of which one must match.

@@ -10,16 +10,16 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.layers import FeedForward, Layer, of_weights, windowed, without
-from dgraph.nodes import args_of, op_name
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import FeedForward, Layer, of_weights, windowed, without
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.partial_attention import over_rows
-from dgraph.shapes import InputSpec
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import args_of, op_name
+from dgraph.types.shapes import InputSpec
 
 aten = torch.ops.aten
 

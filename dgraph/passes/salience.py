@@ -11,12 +11,12 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph, Listed
-from dgraph.layers import of_weights
-from dgraph.linears import head_of, linear_of
-from dgraph.nodes import args_of, op_name
+from dgraph.ir.graph import Graph, Listed
+from dgraph.ir.layers import of_weights
+from dgraph.ir.linears import head_of, linear_of
 from dgraph.ops import OPS, op_of
-from dgraph.shapes import InputSpec
+from dgraph.types.nodes import args_of, op_name
+from dgraph.types.shapes import InputSpec
 
 aten = torch.ops.aten
 

@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.linears import capped_head, embedding_of, gathered
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import capped_head, embedding_of, gathered
+from dgraph.ir.stored_weights import stored_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.cache_kv import page_table
 from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
-from dgraph.shapes import InputSpec, of_window
-from dgraph.sharding import FIRST_ID
-from dgraph.stored import stored_of
+from dgraph.ranks.sharding import FIRST_ID
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import InputSpec, of_window
 
 aten = torch.ops.aten
 

@@ -8,14 +8,14 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
-from dgraph.division import Division, partial
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
-from dgraph.layers import Layer, layers_of
-from dgraph.linears import Linear, Projection, capped_head, embedding_of
-from dgraph.nodes import args_of
-from dgraph.sharding import Part
-from dgraph.stored import Stored, parts_of, stored_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import Layer, layers_of
+from dgraph.ir.linears import Linear, Projection, capped_head, embedding_of
+from dgraph.ir.shard_propagation import Division, partial
+from dgraph.ir.stored_weights import Stored, parts_of, stored_of
+from dgraph.ranks.sharding import Part
+from dgraph.types.nodes import args_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Role:
     """Division of a weight.
 
     Attributes:
-        kind: one of `dgraph.sharding.KINDS`.
+        kind: one of `dgraph.ranks.sharding.KINDS`.
         dim: along which dimension; -1 for a bias that one rank alone adds.
         segments: segments of that dimension, in order; together they cover it.
     """
@@ -64,7 +64,7 @@ class Plan:
     Attributes:
         roles: role of each weight by name.
         parts: part of each divided weight by name.
-        divisions: the same as `dgraph.division` takes it.
+        divisions: the same as `dgraph.ir.shard_propagation` takes it.
 
     Raises:
         InputError: sizes that ranks do not divide.
@@ -98,7 +98,7 @@ class Plan:
                 self.divisions[name] = _in_values(self.weights[name], division)
 
     def kind(self, weight: Node) -> str:
-        """Kind of a weight that a call reads, one of `dgraph.sharding.KINDS`."""
+        """Kind of a weight that a call reads, one of `dgraph.ranks.sharding.KINDS`."""
         role = self.roles.get(_name(weight) or "")
         return "replicated" if role is None else role.kind
 

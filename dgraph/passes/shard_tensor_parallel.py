@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.division import Divided, Division
 from dgraph.errors import InputError, PassError, UnknownName
-from dgraph.graph import Graph
-from dgraph.layers import layers_of
-from dgraph.nodes import args_of, where
+from dgraph.families.weights import Source
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import layers_of
+from dgraph.ir.shard_propagation import Divided, Division
+from dgraph.ir.stored_weights import stored_of, take_weights
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.shard_plan import Plan
-from dgraph.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Sharding
-from dgraph.stored import stored_of, take_weights
-from dgraph.weights import Source
+from dgraph.ranks.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Sharding
+from dgraph.types.nodes import args_of, where
 
 aten = torch.ops.aten
 
@@ -49,16 +49,17 @@ class ShardTensorParallel(Pass):
     `Graph.sharding` says over whom it is divided, `Graph.divided` what this rank has of each weight; heads and KV heads
     of `Graph.spec` are those of a rank, `Graph.whole` has those of the model.
 
-    The role of each weight is declared by the view of the layers (`dgraph.layers`), or else by hints. Nothing is
+    The role of each weight is declared by the view of the layers (`dgraph.ir.layers`), or else by hints. Nothing is
     guessed.
 
     Reassociates: a sum over inputs is a sum of sums, in the order of ranks. Over one rank it is exact.
 
     Attributes:
         world: number of ranks.
-        group: the name of their group, see `dgraph.groups`.
+        group: the name of their group, see `dgraph.ranks.groups`.
         experts: "split": each rank has a part of every expert; "parallel": some experts.
-        hints: pairs of a pattern of weights' names ("layers.*.mlp.fc1.weight") and one of `dgraph.sharding.KINDS`,
+        hints: pairs of a pattern of weights' names ("layers.*.mlp.fc1.weight") and one of
+        `dgraph.ranks.sharding.KINDS`,
             which override the view. "column" is divided by outputs, "row" by inputs. The results of a "replicated"
             weight must be whole: for example all weights of a layer's attention, or none of them.
         rank: the rank whose tensors to keep; no part of the pass's configuration, as the graph does not depend on it.

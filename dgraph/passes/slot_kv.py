@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.shapes import InputSpec
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import InputSpec
 
 SLOTS = InputSpec("slots", torch.int64, ("N",))
 

@@ -10,16 +10,16 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.layers import windowed
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.layers import windowed
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.kv import check_budget, pairs_of
-from dgraph.shapes import InputSpec
-from dgraph.sharding import FIRST_KV_HEAD
+from dgraph.ranks.sharding import FIRST_KV_HEAD
 from dgraph.spec import ModelSpec
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import InputSpec
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ A region from outside is a frozen dataclass of its own:
             return view.around_block() & (view.positions % 2 == 1) | view.masked
 
 Its methods run in the transition between steps, which may be compiled or captured as a CUDA graph: they are tensor code
-whose shapes depend on no value, and read none on the host. A draw is a hash of positions (`dgraph.runtime.seeds`), not
-a call of a generator.
+whose shapes depend on no value, and read none on the host. A draw is a hash of positions
+(`dgraph.runtime.sampling.random_numbers`), not a call of a generator.
 """
 
 from __future__ import annotations

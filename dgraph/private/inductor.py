@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgraph.early import starts_early
 from dgraph.errors import LoweringError
-from dgraph.processor import processor_features
+from dgraph.private.early_start import starts_early
+from dgraph.private.processor import processor_features
 
 __all__ = [
     "compile_region",
@@ -114,7 +114,8 @@ def _choices() -> Any:
 
 @contextlib.contextmanager
 def _letting_start() -> Iterator[None]:
-    """Context manager in which kernels that Inductor generates let the next one start early (`dgraph.early`).
+    """Context manager in which kernels that Inductor generates let the next one start early
+    (`dgraph.private.early_start`).
 
     By itself Inductor makes kernels either start early and let start, or neither, and waits where that is unsound. It
     hands the generated body of a kernel to a function that sorts the waits out. Here that function puts the line that
@@ -325,7 +326,7 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
     # here: product plus residual becomes `addmm`, for which torch copies the residual first, in a launch of its own;
     # left alone the sum is part of the norm after it. Layouts of kernels are not timed when a process first runs them:
     # that takes longer than loading them, and sums would differ from process to process. None starts early, whatever
-    # the environment says: Inductor's wait where `dgraph.early` shows that they must not.
+    # the environment says: Inductor's wait where `dgraph.private.early_start` shows that they must not.
     return {
         "triton.cudagraphs": False,
         "pattern_matcher": False,

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dgraph.blueprint import Blueprint
-from dgraph.compilation import Compilation
+from dgraph.compiler.compilation import Compilation
 from dgraph.engine.build import EngineSettings
 from dgraph.errors import InputError
 from dgraph.ray.cluster import actor_options

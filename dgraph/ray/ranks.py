@@ -9,8 +9,8 @@ from typing import Any
 from dgraph.blueprint import Blueprint
 from dgraph.engine.engine import Engine
 from dgraph.errors import InputError
+from dgraph.ranks.rendezvous import rendezvous
 from dgraph.ray.cluster import needs
-from dgraph.rendezvous import rendezvous
 
 ALL_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Variable that lets each rank see all GPUs of its machine, as symmetric memory needs; Ray hides the others' GPUs."""

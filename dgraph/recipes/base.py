@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
-from dgraph.card import Card, Described
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import PASSES
 from dgraph.passes.base import Pass, check_pass, pass_from_json
@@ -19,6 +18,7 @@ from dgraph.plans.block_cache import BLOCK_CACHES
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.parts import Part
 from dgraph.plans.rows import PARTS, RowPlan
+from dgraph.types.card import Card, Described
 
 
 @dataclass(frozen=True)

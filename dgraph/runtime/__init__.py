@@ -1,9 +1,9 @@
 """The decode loop around compiled programs."""
 
-from dgraph.runtime.generation import Generation, Progress, SequenceKV
-from dgraph.runtime.kv import KVStore
+from dgraph.runtime.kv.store import KVStore
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Policy
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.results import Generation, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StepRecord
 
 __all__ = [

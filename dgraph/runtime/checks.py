@@ -16,10 +16,10 @@ from dgraph.plans.block_cache import BLOCK_CACHES
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.offers import OFFERS, declared
+from dgraph.runtime.loop.step_inputs import OFFERS, declared
 from dgraph.runtime.policies import Policy, check_needs, edits, foresees, renoises, statistics_of
 from dgraph.runtime.requests import Canvas
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.spec import ModelSpec
 
 
@@ -107,7 +107,7 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
             raise LoweringError(
                 f"program {name!r} reads inputs that the decode loop does not have: {', '.join(unknown)}. "
                 f"It offers {', '.join(sorted(offered))}. What a pass keeps for itself it declares as a cache or as a "
-                f"state (see dgraph.shapes.InputSpec)."
+                f"state (see dgraph.types.shapes.InputSpec)."
             )
     for name, spec in specs.items():
         if name in OFFERS and (spec.per, spec.dtype) != (OFFERS[name].per, OFFERS[name].dtype):

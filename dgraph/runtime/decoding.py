@@ -9,8 +9,8 @@ from typing import Any
 
 from dgraph.errors import InputError
 from dgraph.runtime.policies import DecodeRule, Policy, chosen_policy, policy_of, policy_sampler
-from dgraph.runtime.sampling import SETTINGS, Sampler
-from dgraph.runtime.stops import check_stops
+from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
+from dgraph.runtime.sampling.stops import check_stops
 from dgraph.settings import settings_of
 from dgraph.spec import ModelSpec
 

@@ -9,8 +9,8 @@ from itertools import takewhile
 
 from dgraph.lowering.program import Program
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.kv import KVStore
-from dgraph.runtime.pack import PackedKV
+from dgraph.runtime.kv.packed import PackedKV
+from dgraph.runtime.kv.store import KVStore
 from dgraph.runtime.policies import edits
 from dgraph.spec import ModelSpec
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgraph.card import Card, Described, counted
-from dgraph.runtime.decode_state import DecodeState
-from dgraph.runtime.rows import RowResults, StepRows
+from dgraph.runtime.state.base import DecodeState
+from dgraph.runtime.state.packed_rows import RowResults, StepRows
+from dgraph.types.card import Card, Described, counted
 
 
 @dataclass

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dgraph.engine.events import Event, Usage
-from dgraph.engine.writer import BROKEN
+from dgraph.engine.io.detokenizer import BROKEN
+from dgraph.engine.io.events import Event, Usage
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import Order
 

@@ -15,7 +15,7 @@ from pydantic import Field
 from starlette.types import Receive
 
 from dgraph.engine.engine import EngineClosed
-from dgraph.engine.questions import Answer
+from dgraph.engine.io.label_questions import Answer
 from dgraph.errors import EngineBusy, InputError
 from dgraph.serve.neutral import DECISION, TURN
 from dgraph.serve.protocol import CONTENT, Fields, Listed, Name, Part, Text, one_of

@@ -19,8 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from dgraph.engine.events import Event
-from dgraph.engine.served import Served
+from dgraph.engine.io.events import Event
+from dgraph.engine.io.timings import Served
 from dgraph.engine.stats import EngineStats
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.refusal import Refusal

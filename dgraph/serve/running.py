@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 
 from dgraph.engine.engine import EngineClosed
-from dgraph.engine.events import Event
-from dgraph.engine.mailbox import Mailbox
+from dgraph.engine.io.event_loop import Mailbox
+from dgraph.engine.io.events import Event
 from dgraph.engine.submission import Submission
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox

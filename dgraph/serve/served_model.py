@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dgraph.engine.engine import Engine
+from dgraph.engine.io.detokenizer import BROKEN
 from dgraph.engine.stats import EngineStats
-from dgraph.engine.writer import BROKEN
 from dgraph.errors import InputError
 from dgraph.serve.refusal import bad_field
 

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from dgraph.engine.events import Event
+from dgraph.engine.io.events import Event
 from dgraph.serve.answers import Answer, to_json
 from dgraph.serve.refusal import Refusal
 from dgraph.serve.running import Running, failed

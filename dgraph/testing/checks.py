@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dgraph import numerics
+from dgraph.compiler.compiled_model import Result
 from dgraph.errors import PassError, VerifyError
-from dgraph.optimized import Result
 from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import Recipe

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from dgraph.cache.store import open_store
-from dgraph.captured import graph_of_model
+from dgraph.compiler.base_graph import graph_of_model
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import UnknownName
 from dgraph.families import Model, families
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
 from dgraph.passes import QuantizeWeights, ShardTensorParallel
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import RECIPES, Recipe, build

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.ops import Op, Sample, launcher, op_of
-from dgraph.ops.scales import FLOAT8
+from dgraph.ops.kv.scales import FLOAT8
 
 LINES = 3
 """Least number of lines of a contract."""

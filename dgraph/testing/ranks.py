@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import RankLost
-from dgraph.groups import joined
-from dgraph.sharding import GROUP
+from dgraph.ranks.groups import joined
+from dgraph.ranks.sharding import GROUP
 
 T = TypeVar("T")
 WAIT = 300.0
@@ -144,7 +144,7 @@ class _Meeting:
 
 
 class ThreadGroup:
-    """One rank of a group whose ranks are threads; see `dgraph.groups.Group`. Any thread of a rank may call it."""
+    """One rank of a group whose ranks are threads (`dgraph.ranks.groups.Group`). Any thread of a rank may call it."""
 
     recordable, checks = False, True
 

@@ -2,5 +2,5 @@
 
 `listing` turns a graph into plain values, `folding` folds equal layers, `notation` says how things are written,
 `writer` prints them, `html` makes a page; `align` and `declarations` serve `diff`; `explain` tells what a recipe did.
-The front functions that also take a model's name are in `dgraph.views`.
+The front functions that also take a model's name are in `dgraph.text.views`.
 """

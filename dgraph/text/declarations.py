@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dgraph.graph import Graph
-from dgraph.shapes import is_row_set
+from dgraph.ir.graph import Graph
 from dgraph.text.align import without_rows
 from dgraph.text.listing import Listing
 from dgraph.text.notation import fold_names, input_type
 from dgraph.text.writer import symbols, wrapped
+from dgraph.types.shapes import is_row_set
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dgraph.card import Card, Described
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.text.align import Entry, Place, align, calls_by_place
 from dgraph.text.declarations import Names, declarations
 from dgraph.text.folding import fold
 from dgraph.text.listing import Line, Listing, listing
 from dgraph.text.notation import layers_text
 from dgraph.text.writer import Row, column_widths, row_text, table_rows
+from dgraph.types.card import Card, Described
 
 _MARKS = {"+": "added", "-": "removed", "~": "changed"}
 CONTEXT = 1

@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dgraph.card import Card, Described, counted
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.regions import region_text
 from dgraph.lowering.schedule import Call, Region, Stage, prepared
-from dgraph.nodes import is_view, op_name
 from dgraph.passes.base import Report
 from dgraph.recipes import Recipe
 from dgraph.text.columns import table
 from dgraph.text.notation import ranges_text
+from dgraph.types.card import Card, Described, counted
+from dgraph.types.nodes import is_view, op_name
 
 
 class Phase(Protocol):
-    """A phase after its passes: `dgraph.phases.Rewritten`."""
+    """A phase after its passes: `dgraph.compiler.phases.Rewritten`."""
 
     @property
     def graph(self) -> Graph:

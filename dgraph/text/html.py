@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.text.diff import Diff, GroupDiff
 from dgraph.text.listing import listing
 from dgraph.text.writer import Block, Row, blocks, header, return_line, symbols, table_rows

@@ -22,10 +22,10 @@ import torch
 from torch.fx import Node
 
 from dgraph.frontend.places import split_layer
-from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.ir.graph import Graph
 from dgraph.ops import op_of
-from dgraph.shapes import DTYPES
+from dgraph.types.nodes import op_name
+from dgraph.types.shapes import DTYPES
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dgraph.shapes import DTYPES, InputSpec
 from dgraph.text.listing import Line, Ref
+from dgraph.types.shapes import DTYPES, InputSpec
 
 _INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.)|(?<=_)\d+$")
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.shapes import DTYPES, without_window
+from dgraph.ir.graph import Graph
 from dgraph.spec import ModelSpec
 from dgraph.text.folding import Group, fold
 from dgraph.text.listing import Line, Listing, listing
 from dgraph.text.notation import fold_names, input_type, layers_text, line_text, plain, ranges_text, show, type_text
+from dgraph.types.shapes import DTYPES, without_window
 
 CALL_WIDTH = 92
 """Greatest width of the column of calls; a longer call pushes its own type to the right."""

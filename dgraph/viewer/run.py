@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dgraph.viewer.page import page
 
 if TYPE_CHECKING:
-    from dgraph.engine.events import Event
+    from dgraph.engine.io.events import Event
 
 VERSION = 1
 """Version of the JSON; a viewer of another version does not know its names."""
@@ -63,7 +63,7 @@ class Run:
         block_length: positions of a block.
         steps: in order.
         tokens: tokens of the response, by position.
-        usage: counts, by the names of `dgraph.engine.events.Usage`.
+        usage: counts, by the names of `dgraph.engine.io.events.Usage`.
         seconds: from the request to its last token.
     """
 

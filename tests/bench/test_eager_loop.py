@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.eager_loop import PlainLlama, measured
+from dgraph.bench.arrivals import Request
 from dgraph.bench.traces import read_trace
-from dgraph.engine.load import Request
 from dgraph.families import Model
 from dgraph.models.shapes import random_model
 

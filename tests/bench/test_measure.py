@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph import captured
 from dgraph.api import Optimized, optimize
 from dgraph.bench import products
 from dgraph.bench.arms import Arm, ablation, without
@@ -21,6 +20,7 @@ from dgraph.bench.measure import Bench, Counter
 from dgraph.bench.products import Mixture, Shape
 from dgraph.bench.report import stages_table
 from dgraph.bench.traces import kept_rows, synthesise
+from dgraph.compiler import base_graph as captured
 from dgraph.families import Model
 from dgraph.families import load as load_model
 from dgraph.ops.registry import Op

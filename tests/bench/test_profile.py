@@ -14,7 +14,7 @@ from dgraph.bench import profile
 from dgraph.bench.profile import KERNELS, SUMS, Enough, Kernel, groups_of, idle, profiled, stages_of, summarise
 from dgraph.bench.report import kernels_table
 
-KERNEL_FILES = Path(dgraph.__file__).parent / "ops" / "triton"
+OPS = Path(dgraph.__file__).parent / "ops"
 
 STEP = [
     "void at::native::elementwise_kernel<128>",
@@ -76,7 +76,7 @@ def test_products_of_listed_rows_are_those_of_the_head() -> None:
 
 
 def test_every_kernel_has_a_name_of_its_own_and_one_group() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(KERNEL_FILES.glob("*.py"))]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(OPS.rglob("triton/*.py"))]
     jit = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and _is_jit(node)]
     called = {ast.unparse(node.func) for f in jit for node in ast.walk(f) if isinstance(node, ast.Call)}
     called |= {role for f in jit for role in _roles(f)}

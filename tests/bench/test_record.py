@@ -15,8 +15,8 @@ import dgraph
 from dgraph.bench.load import endless, named
 from dgraph.bench.record import obstacle, record, report, text_prompts
 from dgraph.errors import InputError
+from dgraph.runtime.loop.scripted_policy import SPREAD, BlockStep, selections
 from dgraph.runtime.policies import policy_of
-from dgraph.runtime.script import SPREAD, BlockStep, selections
 from dgraph.runtime.stats import StepRecord
 from dgraph.testing import models
 from tests.cli.folders import write_checkpoint

@@ -13,10 +13,10 @@ from torch import Tensor
 from dgraph.bench.traces import Trace, read_trace, synthesise
 from dgraph.errors import InputError
 from dgraph.ops import OPS
-from dgraph.runtime.block_causal import BlockCausalState
+from dgraph.runtime.loop.scripted_policy import SPREAD, BlockStep, Script, check_script, closure, selections
 from dgraph.runtime.policies import Candidates, FixedSteps
-from dgraph.runtime.rows import RowResults
-from dgraph.runtime.script import SPREAD, BlockStep, Script, check_script, closure, selections
+from dgraph.runtime.state.block_causal import BlockCausalState
+from dgraph.runtime.state.packed_rows import RowResults
 from tests.bench.test_traces import FOLDER, HISTORY
 from tests.runtime.fake import summary
 

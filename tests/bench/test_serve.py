@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from dgraph.api import Optimized, optimize
+from dgraph.bench.arrivals import Request
 from dgraph.bench.load import endless
 from dgraph.bench.serve import LoadTest, cut, prompts_for, serve_load, steady
 from dgraph.bench.traces import synthesise
 from dgraph.engine.build import EngineSettings
 from dgraph.engine.engine import Engine
-from dgraph.engine.events import Event, Usage
-from dgraph.engine.load import Request
-from dgraph.engine.served import Served
+from dgraph.engine.io.events import Event, Usage
+from dgraph.engine.io.timings import Served
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.errors import InputError
@@ -136,7 +136,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
 
 
 def test_the_first_error_cancels_the_others(dense: Optimized, engine: Engine) -> None:
-    from dgraph.runtime.sampling import Sampler
+    from dgraph.runtime.sampling.sampler import Sampler
 
     def wrong(logits: Any, rows: Any) -> Any:
         raise ValueError("this sampler is broken")

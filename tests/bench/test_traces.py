@@ -10,7 +10,7 @@ import pytest
 
 from dgraph.bench.traces import Trace, kept_rows, read_trace, synthesise, trace_from_json
 from dgraph.errors import InputError
-from dgraph.runtime.script import BlockStep
+from dgraph.runtime.loop.scripted_policy import BlockStep
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "traces"
 HISTORY = (BlockStep((0, 2), (0, 1, 2)), BlockStep((1,), (1, 3)), BlockStep((3,), (3,)))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dgraph import views
 from dgraph.api import Optimized, capture, optimize
 from dgraph.cli import app
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
+from dgraph.text import views
 from tests.cli.folders import write_checkpoint
 
 Run = Callable[..., Any]

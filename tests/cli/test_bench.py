@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph import captured
 from dgraph.bench.measure import Bench
 from dgraph.bench.traces import Trace, read_trace, synthesise
 from dgraph.cli import workload
+from dgraph.compiler import base_graph as captured
 from dgraph.families import families
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.models import shapes

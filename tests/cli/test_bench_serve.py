@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dgraph import captured
+from dgraph.compiler import base_graph as captured
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused
 

@@ -101,7 +101,7 @@ def test_show(run: Run, store: Store) -> None:
 
 def test_tilings_that_were_timed(run: Run, store: Store) -> None:
     pytest.importorskip("triton")
-    from dgraph.ops.triton.lm_head import Tiling
+    from dgraph.ops.lm_head.triton.lm_head import Tiling
 
     shapes = [LogitsShape(rows, 700, "bfloat16") for rows in (8, 16)]
     choices = [
@@ -132,7 +132,7 @@ def test_compiled_kernels(run: Run, store: Store) -> None:
     from dgraph.cache.key import kernel_keys
     from dgraph.lowering.kernels import FILE, packed
 
-    hopper = kernel_keys("cuda 90", {"lm_head": "dgraph.ops.triton.lm_head"})["lm_head"]
+    hopper = kernel_keys("cuda 90", {"lm_head": "dgraph.ops.lm_head.triton.lm_head"})["lm_head"]
     code = {"ab" * 32: {"_best.json": b"{}", "_best.cubin": bytes(3000)}, "cd" * 32: {"_best.cubin": bytes(1000)}}
     assert store.put(hopper, {FILE: packed(code)})
     listed = printed(run("cache", "ls"))[1]

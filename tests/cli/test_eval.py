@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 import dgraph
+from dgraph.compiler.saving import save_quantised
 from dgraph.evaluate import run as runs
 from dgraph.evaluate.judge import Judge
 from dgraph.evaluate.run import Evaluation
 from dgraph.families import embedded
-from dgraph.saving import save_quantised
 from tests.cli.conftest import Run
 from tests.cli.folders import write_checkpoint
 from tests.cli.refusals import refused

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dgraph.cli.profile import _size
-from dgraph.engine.costs import CostModel
-from dgraph.engine.profile import Profile
+from dgraph.engine.memory.profile import Profile
+from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.errors import InputError
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused

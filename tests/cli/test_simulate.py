@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dgraph.engine.policies import POLICIES
+from dgraph.engine.scheduling.schedulers import POLICIES
 from tests.cli.conftest import Run
 
 SMALL = ("--requests", 40, "--prompt", "uniform:32-256", "--tokens", 64, "--rows", 1024, "--sequences", 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dgraph.optimized import Optimized
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.runtime.decoding import Decoding
 
 

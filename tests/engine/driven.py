@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from dgraph.engine.build import EngineSettings, build_driver
-from dgraph.engine.driver import Driver
-from dgraph.engine.events import Draft, Event
-from dgraph.engine.policies import LookAhead
-from dgraph.engine.profile import Profile
+from dgraph.engine.core import Driver
+from dgraph.engine.io.events import Draft, Event
+from dgraph.engine.memory.profile import Profile
+from dgraph.engine.scheduling.schedulers import LookAhead
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Canvas, Request

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dgraph.engine.costs import CostModel
-from dgraph.engine.jobs import Budgets, Facts, Job
-from dgraph.engine.load import Request
-from dgraph.engine.policies import SchedulePolicy
-from dgraph.engine.scheduler import Scheduler
-from dgraph.engine.simulate import Engine, Method
+from dgraph.bench.arrivals import Request
+from dgraph.bench.simulate import Engine, Method
+from dgraph.engine.scheduling.cost_model import CostModel
+from dgraph.engine.scheduling.jobs import Budgets, Facts, Job
+from dgraph.engine.scheduling.scheduler import Scheduler
+from dgraph.engine.scheduling.schedulers import SchedulePolicy
 
 COSTS = CostModel(rows=(8, 64), seconds=(0.01, 0.08), per_key=1e-5, constant=0.001)
 

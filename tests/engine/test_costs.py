@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dgraph.engine.costs import LLADA_8B_H200, CostModel
+from dgraph.engine.scheduling.cost_model import LLADA_8B_H200, CostModel
 from dgraph.errors import InputError
 
 COSTS = CostModel(rows=(10, 20, 40), seconds=(1.0, 1.0, 3.0), per_key=0.5, constant=0.25)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.engine.engine import EngineClosed
 from dgraph.errors import EngineBusy, InputError
-from dgraph.optimized import Optimized
-from dgraph.runtime.scoring import Scorer
+from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.testing import TinyModel, models, prompts
 from tests.engine.plain import PLAIN, logits
 

@@ -14,16 +14,16 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dgraph.engine.policies import LookAhead
+from dgraph.engine.scheduling.schedulers import LookAhead
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
-from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.policies import Candidates
 from dgraph.runtime.policies.mixture import _REFUSALS, Refusals, refusing
-from dgraph.runtime.sampling import RowContext, Sampler
+from dgraph.runtime.sampling.sampler import RowContext, Sampler
+from dgraph.runtime.sampling.stops import trim
 from dgraph.runtime.stats import StepRecord
-from dgraph.runtime.stops import trim
 from tests.amounts import drawn
 from tests.engine.driven import Asked, Letters, Turns, alone, filled
 from tests.runtime.fake import MASK, FakeProgram, first_key, make_session

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine, EngineClosed
-from dgraph.engine.events import Event
+from dgraph.engine.io.events import Event
+from dgraph.engine.io.tickets import Ticket
 from dgraph.engine.submission import Submission
-from dgraph.engine.tickets import Ticket
 from dgraph.errors import DgraphWarning, EngineBusy, InputError, UnknownName
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling.sampler import Sampler
 from tests.engine.driven import Letters, no_preparation, no_profile
 from tests.runtime.fake import FakeProgram, make_session
 

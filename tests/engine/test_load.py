@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dgraph.engine.load import Lengths, Request, arrivals, drawn, read_trace
-from dgraph.engine.served import Served, quantile, summarise
+from dgraph.bench.arrivals import Lengths, Request, arrivals, drawn, read_trace
+from dgraph.engine.io.timings import Served, quantile, summarise
 from dgraph.errors import InputError
 
 

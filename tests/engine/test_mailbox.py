@@ -6,8 +6,8 @@ import asyncio
 import threading
 from typing import Any
 
-from dgraph.engine.events import Event, Usage
-from dgraph.engine.mailbox import Mailbox
+from dgraph.engine.io.event_loop import Mailbox
+from dgraph.engine.io.events import Event, Usage
 
 
 def event(name: str) -> Event:

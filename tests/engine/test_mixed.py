@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgraph.engine.build import PROMPT_ROWS, EngineSettings
-from dgraph.engine.jobs import MIXED_ROWS
+from dgraph.engine.scheduling.jobs import MIXED_ROWS
 from dgraph.errors import InputError
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request, prefilled_positions
-from dgraph.runtime.sampling import Sampler
-from dgraph.shapes import InputSpec
+from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.testing import models
+from dgraph.types.shapes import InputSpec
 from tests.engine.alone import check_as_alone
 from tests.engine.driven import Asked, Turns, alone
 from tests.runtime.fake import FakeProgram, fake_spec, make_session

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dgraph import optimize
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.families import families
-from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Canvas
 from dgraph.testing import TinyModel, models, prompts

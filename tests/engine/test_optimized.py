@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.engine.engine import EngineClosed
-from dgraph.engine.events import Event
+from dgraph.engine.io.events import Event
 from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.executor import LoweredProgram
-from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.testing import models
 

@@ -12,18 +12,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dgraph.engine.jobs import grant
-from dgraph.engine.prefix import PrefixCache
-from dgraph.engine.writer import BROKEN, Writer
+from dgraph.engine.io.detokenizer import BROKEN, Writer
+from dgraph.engine.memory.prefix_cache import PrefixCache
+from dgraph.engine.scheduling.jobs import grant
 from dgraph.errors import PoolFull
-from dgraph.runtime.decode_state import OUT, REPORT
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.kv import NO_PAGE, KVStore
+from dgraph.runtime.kv.store import NO_PAGE, KVStore
+from dgraph.runtime.loop.step_report import Report
+from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.policies import Mixture
-from dgraph.runtime.report import Report
 from dgraph.runtime.requests import Request
-from dgraph.runtime.stops import trim
-from dgraph.runtime.transcript import Transcripts
+from dgraph.runtime.sampling.stops import trim
+from dgraph.runtime.state.base import OUT, REPORT
 from tests.engine.driven import PIECES, Letters
 from tests.runtime.fake import caches, make_session
 

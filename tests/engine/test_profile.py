@@ -15,18 +15,18 @@ import torch
 import dgraph
 from dgraph.cache.key import Key, differences
 from dgraph.cache.store import Store
-from dgraph.engine import peaks
-from dgraph.engine.costs import CostModel
-from dgraph.engine.dummy import _VALUES, DummyStep
-from dgraph.engine.kv_cost import KVCost
-from dgraph.engine.profile import CPU_MEMORY, ROWS, Profile, profile, weight_bytes
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.engine.memory import peaks
+from dgraph.engine.memory.dummy_step import _VALUES, DummyStep
+from dgraph.engine.memory.kv_cost import KVCost
+from dgraph.engine.memory.profile import CPU_MEMORY, ROWS, Profile, profile, weight_bytes
+from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.errors import InputError
 from dgraph.lowering.footprint import HEAD, footprint
 from dgraph.lowering.tuning import Tuning
-from dgraph.optimized import Optimized
 from dgraph.plans.kv import KVPlan
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.offers import OFFERS
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.step_inputs import OFFERS
 from dgraph.testing.models import models
 from dgraph.testing.ranks import ranks
 
@@ -277,7 +277,7 @@ def test_ranks_are_in_the_key() -> None:
 
 def test_the_sources_of_products_on_a_cpu_are_in_the_key(dense: Optimized) -> None:
     names = ("product.py", "product.cpp", "product_numbers.cpp")
-    assert {f"source dgraph/ops/cpp/{name}" for name in names} <= key_of(dense).inputs.keys()
+    assert {f"source dgraph/ops/products/cpp/{name}" for name in names} <= key_of(dense).inputs.keys()
 
 
 def test_a_step_is_timed_as_it_runs(dense: Optimized) -> None:
@@ -338,7 +338,7 @@ def test_a_dummy_step_gives_what_the_decode_loop_offers() -> None:
 
 
 def _spec(name: str, *shape: str) -> Any:
-    from dgraph.shapes import InputSpec
+    from dgraph.types.shapes import InputSpec
 
     return InputSpec(name, torch.float32, shape)
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.engine.build import EngineSettings
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
-from dgraph.runtime import rows
-from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.session import BlockSession
+from dgraph.runtime.state import packed_rows as rows
 from dgraph.testing import TinyModel, models
 from tests.engine.driven import Asked, Turns, driver_of
 from tests.runtime.recorder import Recorder
@@ -93,7 +93,7 @@ def test_what_is_recorded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         pool = GraphPool(recorder=Recorder)
         driver_of(session_of("sdar", "dense", pool), record=True, max_mixed_rows=mixed, **SETTINGS)
         assert pool.recorded == [*(("step", n) for n in [*more, *steps]), *(("prefill", n) for n in prompts)]
-    monkeypatch.setattr("dgraph.optimized.GRAPH_ROWS", 64)
+    monkeypatch.setattr("dgraph.compiler.compiled_model.GRAPH_ROWS", 64)
     few = GraphPool(recorder=Recorder)
     driver_of(session_of("sdar", "dense", few), record=True, max_mixed_rows=0, **SETTINGS)
     assert [rows for name, rows in few.recorded if name == "prefill"] == prompts[2:]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgraph.engine.costs import CostModel
-from dgraph.engine.jobs import Budgets, Facts, Job, grant
-from dgraph.engine.load import Request
-from dgraph.engine.policies import POLICIES, Fcfs, LookAhead
-from dgraph.engine.scheduler import Scheduler
-from dgraph.engine.simulate import Method
+from dgraph.bench.arrivals import Request
+from dgraph.bench.simulate import Method
+from dgraph.engine.scheduling.cost_model import CostModel
+from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, grant
+from dgraph.engine.scheduling.scheduler import Scheduler
+from dgraph.engine.scheduling.schedulers import POLICIES, Fcfs, LookAhead
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from tests.engine.simulated import Checked, run
 

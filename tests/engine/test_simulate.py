@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dgraph.engine.costs import CostModel
-from dgraph.engine.jobs import Budgets
-from dgraph.engine.load import Lengths, Request, arrivals, drawn
-from dgraph.engine.policies import POLICIES
-from dgraph.engine.simulate import Method, Simulated, simulate
+from dgraph.bench.arrivals import Lengths, Request, arrivals, drawn
+from dgraph.bench.simulate import Method, Simulated, simulate
+from dgraph.engine.scheduling.cost_model import CostModel
+from dgraph.engine.scheduling.jobs import Budgets
+from dgraph.engine.scheduling.schedulers import POLICIES
 from dgraph.errors import InputError
 
 SECOND = CostModel((1,), (0.0,), constant=1.0)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgraph.engine.writer import Writer
+from dgraph.engine.io.detokenizer import Writer
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
-from dgraph.runtime.stops import trim
+from dgraph.runtime.sampling.stops import trim
 from tests.models.folders import KINDS, folder, made
 
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dgraph
+from dgraph.compiler.saving import Fold, save_quantised
 from dgraph.errors import DgraphWarning, InputError
 from dgraph.evaluate import gptq
 from dgraph.evaluate.gptq import gptq_for, rounded
 from dgraph.evaluate.inputs import inputs_for
-from dgraph.nodes import args_of
+from dgraph.families.quantised import KINDS, Format, QuantisedWeight, quantise
 from dgraph.passes import QuantizeWeights
-from dgraph.quantised import KINDS, Format, QuantisedWeight, quantise
-from dgraph.saving import Fold, save_quantised
+from dgraph.types.nodes import args_of
 from tests.amounts import drawn
 from tests.evaluate.test_scales import outlying
 from tests.models import test_sdar_moe as mixture

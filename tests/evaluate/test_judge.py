@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.causal import load_causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.evaluate import judge as judges
 from dgraph.evaluate.judge import Judge, Judged, repetition
 from dgraph.evaluate.results import Store
+from dgraph.families.causal import load_causal
 from tests.evaluate.judges import write_judge
 
 RESPONSES = [("w5 w6", "w7 w8 w9"), ("w5", "w9"), ("w3 w4 w5 w6", "w7 " * 40), ("w3", "")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.evaluate import run as runs
 from dgraph.evaluate.arms import Choice, expand
 from dgraph.evaluate.questions import Question
@@ -15,7 +16,6 @@ from dgraph.evaluate.report import arms_table, lines, percent, plot, tables, tas
 from dgraph.evaluate.results import Keys, Store
 from dgraph.evaluate.run import Evaluation, State
 from dgraph.families import Model
-from dgraph.optimized import Optimized
 from tests.evaluate.programs import load, optimize
 
 QUESTIONS = [

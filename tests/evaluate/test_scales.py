@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import dgraph
+from dgraph.compiler.saving import Fold, save_quantised
 from dgraph.errors import InputError
 from dgraph.evaluate.inputs import inputs_for
 from dgraph.evaluate.scales import groups_of, scales_for
 from dgraph.passes import PackRows, QuantizeWeights
 from dgraph.passes.manager import run_passes
-from dgraph.saving import Fold, save_quantised
 from tests.models import test_sdar_moe as mixture
 from tests.models.test_quantised import CONFIG, LAYERS, weights
 from tests.remote import logits_of, write

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from dgraph.errors import CaptureError
 from dgraph.frontend.canonicalise import canonicalise
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from tests.tiny import Hand, interpret, ops_of
 
 aten = torch.ops.aten

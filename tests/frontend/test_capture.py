@@ -19,7 +19,7 @@ import dgraph
 from dgraph.errors import CaptureError, InputError
 from dgraph.frontend.capture import capture_module
 from dgraph.frontend.places import split_layer
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from tests.plain import Block, Plain, capture_plain
 from tests.tiny import MASK, VOCAB, interpret, ops_of, tiny_spec
 

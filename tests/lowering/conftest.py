@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.recipes import RECIPES, build
 from tests.passes.scene import Scene, scene
 

@@ -56,7 +56,7 @@ class Binary(SimpleNamespace):
 
     def loaded(self) -> dict[str, LoadedKernel]:
         """As the only one that is loaded."""
-        return {self.hash: LoadedKernel("dgraph.ops.triton.keep_index", TARGET, self)}
+        return {self.hash: LoadedKernel("dgraph.ops.selection.triton.keep_index", TARGET, self)}
 
 
 def files_below(folder: Path) -> dict[str, int]:
@@ -68,7 +68,7 @@ def compile_kernel(block: int = 256) -> Any:
     """The kernel of keep_index for a block size, as a first launch would make it."""
     from triton.runtime import driver
 
-    from dgraph.ops.triton.keep_index import _list_kept
+    from dgraph.ops.selection.triton.keep_index import _list_kept
 
     driver.set_active(Driver())
     tensors = (torch.bool, torch.int64, torch.int64, torch.int64)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dgraph.cache.store import Store
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Region, schedule
 from tests.tiny import Hand

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dgraph.graph import Graph
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.steps import RowChunks
 from dgraph.ops import OPS
-from dgraph.optimized import Optimized
-from dgraph.runtime.cudagraph import GRAPH_ROWS, GraphPool
+from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import FixedSteps
-from dgraph.runtime.session import BlockSession
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
 from tests.lowering.one_region import compilations

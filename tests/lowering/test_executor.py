@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.stage import Living, LoweredStage, Runner, cut_rows, live_rows, run_steps
 from dgraph.lowering.steps import Slots
-from dgraph.ops import Op, paged_attention, rows
+from dgraph.ops import Op
+from dgraph.ops import padded as rows
+from dgraph.ops.attention import paged_attention
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections
 from tests.passes.scene import BLOCKS, Scene
 from tests.tiny import Hand, interpret, rewritten

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.engine.dummy import DummyStep
-from dgraph.engine.measure import measure
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.engine.memory.dummy_step import DummyStep
+from dgraph.engine.memory.measure import measure
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
@@ -17,12 +18,11 @@ from dgraph.lowering.footprint import GROUPS, HEAD, footprint, groups_of
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import single
-from dgraph.nodes import op_name
 from dgraph.ops import OPS
 from dgraph.ops.statistics import ENTROPY, declare
-from dgraph.optimized import Optimized
 from dgraph.private.torch import StorageWatch, fake_mode
 from dgraph.testing.models import TinyModel, models
+from dgraph.types.nodes import op_name
 from tests.tiny import BLOCK
 
 N = 256

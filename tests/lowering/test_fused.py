@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.fused import Attend, Fused, add_product, attentions_of, fused_of, sums_of
 from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.ops import OPS
-from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import FixedSteps
-from dgraph.runtime.session import BlockSession
 from tests.lowering.test_executor import ROWS, lower
 from tests.passes.scene import Scene
 from tests.recipes.bidirectional import Setup, prompts_for, setup_of

@@ -246,7 +246,7 @@ def test_keys_say_what_lies_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({key.digest for key in found.values()}) == len(found)
     one = found["keep_index"]
     assert (one.inputs["kind"], one.inputs["device"]) == ("kernels", TARGET)
-    assert "source dgraph/ops/triton/keep_index.py" in one.inputs
+    assert "source dgraph/ops/selection/triton/keep_index.py" in one.inputs
     assert "python" in found[LAUNCHERS].inputs
     monkeypatch.setattr(keys, "_version", lambda package: "3.99")
     (changed,) = keys.differences(one, keys.kernel_keys(TARGET, MODULES)["keep_index"])

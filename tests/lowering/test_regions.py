@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError, LoweringError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering import inductor
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram

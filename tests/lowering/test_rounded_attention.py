@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.engine.dummy import DummyStep
-from dgraph.engine.measure import measure
+from dgraph.engine.memory.dummy_step import DummyStep
+from dgraph.engine.memory.measure import measure
 from dgraph.errors import InputError
-from dgraph.graph import Graph
+from dgraph.families.quantised import ROW_KINDS, quantised_rows
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import footprint
@@ -23,9 +24,8 @@ from dgraph.lowering.schedule import Call, Region, prepared, schedule
 from dgraph.ops import OPS
 from dgraph.ops.registry import Op
 from dgraph.passes import QuantizeWeights
-from dgraph.quantised import ROW_KINDS, quantised_rows
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import FixedSteps
-from dgraph.runtime.session import BlockSession
 from dgraph.testing import TinyModel, models
 from tests.lowering.test_executor import lower
 from tests.tiny import Hand, interpret

@@ -12,15 +12,15 @@ from torch.fx import Node
 
 import dgraph
 from dgraph.errors import LoweringError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler, region_text
 from dgraph.lowering.schedule import Call, Region, Stage, schedule
-from dgraph.nodes import op_name
 from dgraph.ops import OPS, op_of
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, PackRows
 from dgraph.recipes import RECIPES, build
+from dgraph.types.nodes import op_name
 from tests.tiny import Hand, interpret, rewritten
 
 aten = torch.ops.aten

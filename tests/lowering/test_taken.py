@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
+from dgraph.families.quantised import Format, QuantisedRows, QuantisedWeight, quantise
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import footprint
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.lowering.taken import as_taken, inputs_of, is_taken, readers_of, run_by
-from dgraph.nodes import args_of, op_name, viewed
 from dgraph.ops import OPS
 from dgraph.passes import QuantizeWeights
-from dgraph.quantised import Format, QuantisedRows, QuantisedWeight, quantise
 from dgraph.testing import models
+from dgraph.types.nodes import args_of, op_name, viewed
 from tests.tiny import Hand, interpret
 
 aten = torch.ops.aten

@@ -17,8 +17,7 @@ from dgraph.cache import key as keys
 from dgraph.cache import sources, upkeep
 from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
-from dgraph.graph import Graph
-from dgraph.groups import group_of
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
@@ -27,6 +26,7 @@ from dgraph.lowering.timing import check_equal
 from dgraph.lowering.tuning import FILE, MARGIN, Tuning, shapes_of
 from dgraph.ops import OPS
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, chosen
+from dgraph.ranks.groups import group_of
 from dgraph.testing import ranks
 from tests.cache.stores import flip, folders
 from tests.passes.scene import Scene
@@ -164,7 +164,7 @@ def test_another_kernel_or_device_is_timed_anew(store: Store, monkeypatch: pytes
     assert len(folders(store)) == 2
     a, b = upkeep.entries(store)
     (found,) = keys.differences(a.key, b.key)
-    assert {"kernel": "source dgraph/ops/triton/paged_attention.py", "device": "device name"}.get(
+    assert {"kernel": "source dgraph/ops/attention/triton/paged_attention.py", "device": "device name"}.get(
         changed, "source dgraph/lowering/timing.py"
     ) == found.name
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes import CacheKV, ChunkLMHead, CountRows, EvictTokens, FuseProjections, PackRows
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.rows import inverse
-from dgraph.shapes import InputSpec
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.state.packed_rows import inverse
+from dgraph.types.shapes import InputSpec
 from tests.oracle.models import to_transformers
 from tests.passes.scene import BLOCKS, CONFIG, WEIGHTS, Scene
 from tests.runtime.recorder import Recorder

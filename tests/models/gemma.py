@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.frontend.capture import capture_module
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.models.diffusion_gemma import EOS, FULL, SLIDING
-from dgraph.ops.lm_head import gumbel
-from dgraph.optimized import Optimized
+from dgraph.ops.lm_head.lm_head import gumbel
 from dgraph.recipes import RECIPES, build
-from dgraph.runtime.seeds import random_ids, row_seeds, sequence_keys
+from dgraph.runtime.sampling.random_numbers import random_ids, row_seeds, sequence_keys
 from tests.tiny import PAGE, interpret
 
 CANVAS, WINDOW, VOCAB, HIDDEN = 8, 6, 97, 32

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import dgraph
-from models.training.adopted import Adopted
-from models.training.data import BLOCK
-from models.training.objective import Noise, block_diffusion, dense_mask, next_token
-from models.training.trainer import Trainer
-from tests.models.test_training import small_batch
+from tests.training.test_training import small_batch
+from training.adopted import Adopted
+from training.data import BLOCK
+from training.objective import Noise, block_diffusion, dense_mask, next_token
+from training.trainer import Trainer
 
 CPU = torch.device("cpu")
 MASK = 3

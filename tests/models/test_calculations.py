@@ -8,8 +8,8 @@ from fractions import Fraction
 
 import pytest
 
-from models.training.calculations import BLANK, documents, expressions, redrawn, sentences, text_of
-from models.training.renumber import NOTE, calculated, without_notes
+from training.calculations import BLANK, documents, expressions, redrawn, sentences, text_of
+from training.renumber import NOTE, calculated, without_notes
 
 SOLUTIONS = [
     "48/2 = <<48/2=24>>24, 48 + 24 = <<48+24=72>>72",

@@ -16,23 +16,23 @@ import torch
 import dgraph
 from dgraph.errors import InputError
 from dgraph.families import embedded
-from dgraph.groups import Group, group_of
 from dgraph.models.checkpoint import read_tensors
 from dgraph.models.tasks import make
 from dgraph.models.tokenizer import read_tokenizer
-from dgraph.sharding import GROUP
+from dgraph.ranks.groups import Group, group_of
+from dgraph.ranks.sharding import GROUP
 from dgraph.testing import ranks
-from models.training import ablate, convert, dialogues, low_rank
-from models.training.adopted import Adopted
-from models.training.checkpoint import write_folder
-from models.training.conversion import Conversion, Settings, divide, documents_of, load_base, write_model
-from models.training.convert import Folder, train
-from models.training.data import BLOCK, PROMPT, RESPONSE
-from models.training.objective import dense_mask, next_token, part_of
-from models.training.pairs import Pair, read_pairs
-from models.training.sampling import Writer
-from tests.models.test_training import small_batch
 from tests.parallel.processes import started
+from tests.training.test_training import small_batch
+from training import ablate, convert, dialogues, low_rank
+from training.adopted import Adopted
+from training.checkpoint import write_folder
+from training.conversion import Conversion, Settings, divide, documents_of, load_base, write_model
+from training.convert import Folder, train
+from training.data import BLOCK, PROMPT, RESPONSE
+from training.objective import dense_mask, next_token, part_of
+from training.pairs import Pair, read_pairs
+from training.sampling import Writer
 
 MASK = "<|mask|>"
 SMALL = Settings(steps=6, rows=2, length=128, learnt=64, held_out=4, rate=1e-2)
@@ -149,7 +149,7 @@ def test_ranks_write_the_dialogues_of_one(folder: Path, tmp_path: Path, monkeypa
 
 
 RUN = """
-from models.training import convert
+from training import convert
 convert.main({arguments!r})
 """
 

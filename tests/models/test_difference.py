@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dgraph
-from dgraph.causal import load_causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import DIFFERENCE
+from dgraph.families.causal import load_causal
 from dgraph.models import difference
-from models.training import convert
-from models.training.compress import compress
-from models.training.conversion import Conversion, documents_of, load_base, low_rank
-from models.training.convert import Folder, train
 from tests.models.test_convert import SMALL, asdict, causal_folder, pairs, replace
+from training import convert
+from training.compress import compress
+from training.conversion import Conversion, documents_of, load_base, low_rank
+from training.convert import Folder, train
 
 
 def tensors() -> tuple[dict[str, Tensor], dict[str, Tensor]]:

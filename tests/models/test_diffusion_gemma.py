@@ -14,13 +14,13 @@ from torch import Tensor
 
 import dgraph
 from dgraph.errors import CheckpointError, InputError
+from dgraph.families.weights import read_all, weights_of
 from dgraph.frontend.capture import capture_module
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import verify
 from dgraph.models.diffusion_gemma import CLASS, FACTS, FULL, Router, build, family
 from dgraph.models.shapes import random_model
 from dgraph.passes import CacheKV, EvictTokens, FuseProjections, PackRows, PartialAttention, ReuseRows, SparseKV
-from dgraph.verify import verify
-from dgraph.weights import read_all, weights_of
 from tests.models.gemma import (
     CANVAS,
     EOS,

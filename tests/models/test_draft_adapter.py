@@ -16,14 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import dgraph
-from dgraph.adapters import Adapter as DraftAdapter
-from dgraph.adapters import LowRank
-from dgraph.captured import graph_of_model
+from dgraph.compiler.base_graph import graph_of_model
+from dgraph.compiler.saving import Fold, save_quantised
 from dgraph.errors import CheckpointError, InputError, UnknownName
 from dgraph.families import resolve
+from dgraph.families.adapters import Adapter as DraftAdapter
+from dgraph.families.adapters import LowRank
 from dgraph.models.nemotron import stored
 from dgraph.runtime.stats import StepRecord
-from dgraph.saving import Fold, save_quantised
 from dgraph.testing import models
 from tests.amounts import drawn
 from tests.engine.alone import check_as_alone

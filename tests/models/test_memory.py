@@ -12,9 +12,9 @@ from tests.models.test_opened import large
 SETUP = """
 import dgraph
 import torch
-from dgraph.captured import graph_of_model, quantising
+from dgraph.compiler.base_graph import graph_of_model, quantising
 from dgraph.models.shapes import random_model
-from dgraph.saving import save_quantised
+from dgraph.compiler.saving import save_quantised
 dgraph.capture("tiny_sdar")
 """
 WIDE = 512 * 2048 * 4
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(folder: Path) -> Path:
-    from dgraph.saving import save_quantised
+    from dgraph.compiler.saving import save_quantised
 
     return save_quantised(folder, folder.parent / "int8", "int8").folder
 

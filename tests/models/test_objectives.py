@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.training.data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, Batch
-from models.training.masked_diffusion import masked_diffusion
-from models.training.model import TinyModel
-from models.training.objective import (
+from tests.training.test_training import SMALL, small_batch
+from training.data import BLOCK, EOS_PADDING, PROMPT, RESPONSE, Batch
+from training.masked_diffusion import masked_diffusion
+from training.model import TinyModel
+from training.objective import (
     Inputs,
     Noise,
     block_diffusion,
@@ -22,9 +23,8 @@ from models.training.objective import (
     next_token,
     token_losses,
 )
-from models.training.tokenizer import USER_ID
-from models.training.trainer import Trainer
-from tests.models.test_training import SMALL, small_batch
+from training.tokenizer import USER_ID
+from training.trainer import Trainer
 
 CPU = torch.device("cpu")
 MASK = USER_ID  # not in these documents

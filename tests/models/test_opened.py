@@ -13,16 +13,16 @@ import dgraph
 import dgraph.parallel.divide
 from dgraph.errors import InputError
 from dgraph.families import Model, resolve
+from dgraph.families.weights import WeightSource, hollow
 from dgraph.frontend.frozen import capture_or_load
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.models.checkpoint import build_native
 from dgraph.models.shapes import random_model
 from dgraph.models.tiny import KEYS
 from dgraph.passes import ShardTensorParallel
 from dgraph.passes.manager import run_passes
-from dgraph.sharding import Part, Sharding
+from dgraph.ranks.sharding import Part, Sharding
 from dgraph.testing.ranks import ranks
-from dgraph.weights import WeightSource, hollow
 from tests.oracle import llada2 as oracle
 from tests.remote import write
 

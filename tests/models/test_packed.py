@@ -15,7 +15,7 @@ from dgraph.families import embedded
 from dgraph.models.checkpoint import read_tensors
 from dgraph.models.files import INDEX
 from dgraph.models.packed import EXPONENTS, REST, pack, unpack
-from models.training import checkpoint
+from training import checkpoint
 
 EMBEDDED_BYTES = 50 * 10**6
 """What models may take in the repository together."""

@@ -11,9 +11,9 @@ import torch
 from dgraph.errors import InputError
 from dgraph.families import embedded
 from dgraph.models.tokenizer import read_tokenizer
-from models.training.data import BLOCK, EOS_PADDING, PADDING, PROMPT, RESPONSE, Document
-from models.training.objective import Noise, block_diffusion
-from models.training.pairs import Pairs, Passes, chat_document, plan, read_pairs
+from training.data import BLOCK, EOS_PADDING, PADDING, PROMPT, RESPONSE, Document
+from training.objective import Noise, block_diffusion
+from training.pairs import Pairs, Passes, chat_document, plan, read_pairs
 
 EOS = 49_151
 """An id that does not fit into 16 bits."""

@@ -16,14 +16,14 @@ import dgraph
 import dgraph.parallel.divide
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import Model, resolve
+from dgraph.families.weights import weights_of
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.models.checkpoint import build_native
 from dgraph.models.tiny import BLOCK, KEYS, build_tiny
 from dgraph.passes import ShardTensorParallel
 from dgraph.passes.manager import run_passes
-from dgraph.sharding import Sharding
+from dgraph.ranks.sharding import Sharding
 from dgraph.testing.ranks import ranks
-from dgraph.weights import weights_of
 from tests.models import test_sdar_moe as mixture
 from tests.models.stored import CASES, Case, gptq, torchao_by
 from tests.remote import change_tensors, write

@@ -10,11 +10,11 @@ import torch
 import transformers
 from torch import nn
 
+from dgraph.compiler.saving import save_quantised
+from dgraph.families.quantised import Format, quantise
 from dgraph.models.layouts import Module
 from dgraph.models.quantised import METHODS
 from dgraph.passes import QuantizeWeights
-from dgraph.quantised import Format, quantise
-from dgraph.saving import save_quantised
 from tests.models.stored import CASES
 from tests.models.test_quantised import CONFIG, weights
 from tests.remote import write

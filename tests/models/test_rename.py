@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from models.training.rename import HE, NAME, SHE, renamed
+from training.rename import HE, NAME, SHE, renamed
 
 QUESTION = "Kim gave Tom's sister Mary 4 of Kim's pens. Kimberly and Mark had none."
 ANSWER = "Kim and Mary have 4, Tom none. Joe looks on."

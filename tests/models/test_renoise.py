@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
 from dgraph.passes import CacheKV, ChunkLMHead, EncodeRows, PackRows, SparseKV
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.policies import Renoise
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.runtime.stats import StepRecord
 from dgraph.testing import check_backends_agree, check_batch_equals_alone, check_fires, check_skips, models
 from dgraph.testing.models import TinyModel

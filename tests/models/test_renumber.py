@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from models.training.renumber import NOTE, as_it_is, calculated, renumbered, value_of, without_notes
+from training.renumber import NOTE, as_it_is, calculated, renumbered, value_of, without_notes
 
 CLIPS = (
     "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell?",

@@ -12,10 +12,10 @@ import torch
 
 import dgraph
 from dgraph.bench.record import text_prompts
-from dgraph.causal import Causal, load_causal
 from dgraph.errors import CheckpointError, InputError
 from dgraph.evaluate.questions import choose, stored
 from dgraph.families import DIFFERENCE, embedded
+from dgraph.families.causal import Causal, load_causal
 from dgraph.models import smol
 
 CONVERTED = ("smol_sdar", "smol_llada")

@@ -15,11 +15,11 @@ from dgraph import parallel
 from dgraph.errors import InputError
 from dgraph.evaluate.tasks import TASKS, questions_of
 from dgraph.families import DIFFERENCE
-from models.training import convert, dialogues, stages
-from models.training.pairs import Pair, read_pairs
-from models.training.rename import SHE
-from models.training.stages import Plan, Work
 from tests.models.test_convert import _counted, causal_folder
+from training import convert, dialogues, stages
+from training.pairs import Pair, read_pairs
+from training.rename import SHE
+from training.stages import Plan, Work
 
 TINY = {"rank": 2, "steps": 3, "rows": 2, "length": 128, "learnt": 64, "held_out": 4, "rate": 1e-2}
 MODELS = {"causal": {**TINY, "shift": 1, "complementary": True}, "both_ways": {**TINY, "form": "bidirectional"}}

@@ -13,19 +13,19 @@ import torch
 import dgraph
 import dgraph.models
 from dgraph.models.tasks import TASKS, Example, is_held_out, make, matches, read_examples
-from models.training import checkpoint, corpus, tokenizer
-from models.training.data import KIND_NAMES, RESPONSE, Layout, Mixture
-from models.training.evaluate import (
+from tests.tiny import interpret
+from training import checkpoint, corpus, tokenizer
+from training.data import KIND_NAMES, RESPONSE, Layout, Mixture
+from training.evaluate import (
     DEPTHS,
     NEEDLE_LENGTHS,
     needle_cell,
     needle_table,
     run_examples,
 )
-from models.training.model import LLADA, TinyModel
-from models.training.tokenizer import EOS_ID, MASK_ID, PAD_ID
-from models.training.train import LIMITS, STAGES
-from tests.tiny import interpret
+from training.model import LLADA, TinyModel
+from training.tokenizer import EOS_ID, MASK_ID, PAD_ID
+from training.train import LIMITS, STAGES
 
 MODELS = Path(dgraph.models.__path__[0])
 FOLDER = MODELS / "tiny_llada"

@@ -15,7 +15,7 @@ from dgraph.models.nemotron import TINY_ROPE
 from dgraph.models.tiny import KEYS
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import SubBlocks
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.testing import check_backends_agree, models
 from tests.engine.alone import check_as_alone
 from tests.models.two_modes import YARN, Setup, compare, prompts_of, setup_of

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.optimized import Optimized
-from models.training import two_modes
-from models.training.two_modes import BLOCK, NUMBERS, losses, progressions, train
+from dgraph.compiler.compiled_model import Optimized
+from training import two_modes
+from training.two_modes import BLOCK, NUMBERS, losses, progressions, train
 
 FOLDER = Path(__file__).parent / "trained_two_modes"
-"""What `python -m models.training.two_modes` writes."""
+"""What `python -m training.two_modes` writes."""
 NEW = 24
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dgraph.errors import InputError
-from models.training import sampling
-from models.training.conversion import Base, load_base
-from models.training.sampling import Writer, draw
 from tests.models.test_convert import causal_folder
+from training import sampling
+from training.conversion import Base, load_base
+from training.sampling import Writer, draw
 
 BEGAN = [[3, 9, 8, 7, 21], [3], [3, 9, 40], [5, 6], [3, 9, 8, 100, 7, 30, 31, 32, 33]]
 COLD = 1e-6

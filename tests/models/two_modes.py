@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized, Result
 from dgraph.families import families
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.models.nemotron import stored
-from dgraph.optimized import Optimized, Result
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.stats import StepRecord
 from tests.oracle.two_modes import Config, Model, Trace, Yarn

@@ -10,7 +10,7 @@ import torch
 
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.numerics import check_effects
 from dgraph.passes import (
     PASSES,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.ir.graph import Graph
 from dgraph.numerics import State, first_parting, run, small_steps
 from dgraph.numerics.parting import aligned, difference
 from dgraph.passes import CacheKV, EvictTokens, FuseProjections, PackRows
 from dgraph.passes.base import Pass
+from dgraph.types.nodes import op_name
 from tests.numerics.wrong import Scale, gate_of
 from tests.tiny import interpret, rewritten
 

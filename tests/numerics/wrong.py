@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
 from dgraph.passes import Effect, Pass
 from dgraph.passes.base import Report
+from dgraph.types.nodes import args_of
 
 aten = torch.ops.aten
 

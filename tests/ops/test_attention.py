@@ -185,7 +185,7 @@ def test_a_large_batch_is_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> 
         0.4,
     )
     whole = ops.paged_attention(*args)
-    monkeypatch.setattr("dgraph.ops.rows.GROUP_ELEMENTS", 1)
+    monkeypatch.setattr("dgraph.ops.padded.GROUP_ELEMENTS", 1)
     assert_close(ops.paged_attention(*args), whole, rtol=0, atol=0)
 
 

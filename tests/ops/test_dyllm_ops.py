@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from dgraph.errors import InputError
 from dgraph.ops import OPS, Sample
 from dgraph.ops.draws import cu_rows_of, page_table_of, positions_of
-from dgraph.ops.scales import unscaled
+from dgraph.ops.kv.scales import unscaled
 
 ops = torch.ops.dgraph
 PAGE, HEADS, KV, D = 4, 4, 2, 6

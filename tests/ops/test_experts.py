@@ -10,9 +10,9 @@ import torch
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
+from dgraph.families.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
 from dgraph.ops import OPS
-from dgraph.ops.experts import can_group
-from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
+from dgraph.ops.experts.experts import can_group
 from tests.ops.triton.mixtures import draw, literal, mixture, routing
 from tests.oracle.llada2 import Config, block_routing, grouped_choice, sigmoid_routing, softmax_routing
 
@@ -207,7 +207,7 @@ def test_grouped_products_on_cuda_in_a_graph(n: int, k: int, count: int, d: int,
 @pytest.mark.parametrize(("count", "out", "into", "n"), [(8, 320, 2816, 40), (5, 704, 704, 300), (3, 130, 80, 500)])
 def test_numbers_by_numbers_of_groups_on_cuda(kind: str, high: int, count: int, out: int, into: int, n: int) -> None:
     """Of positive values, whose sums show what is lost in each; in every tile, with groups of no row."""
-    from dgraph.ops.triton import grouped
+    from dgraph.ops.experts.triton import grouped
 
     numbers = draw(n, into).abs()
     x = QuantisedRows(*(part.cuda() for part in quantised_rows(numbers, kind)), numbers.dtype)
@@ -242,7 +242,7 @@ def test_routing_on_cuda_at_the_sizes_of_models(n: int, score: str, biased: bool
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 37, 40_960])
 def test_slots_on_cuda_are_numbered_in_order(n: int) -> None:
-    from dgraph.ops.triton.experts import ordered
+    from dgraph.ops.experts.triton.experts import ordered
 
     choice = torch.randint(-1, 257, (n, 8), generator=torch.Generator().manual_seed(n))
     ends, rank = (t.cpu() for t in ordered(choice.cuda(), 256))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.draws import cu_rows_of
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
 from tests.ops.triton.interpreter import Interpreter
 
 D = 4

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
-from dgraph.ops.lm_head import decode_logits, gumbel
+from dgraph.ops.lm_head.lm_head import decode_logits, gumbel
 
 lm_head = torch.ops.dgraph.lm_head
 

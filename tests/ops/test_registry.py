@@ -200,7 +200,7 @@ def test_a_fact_about_an_argument_that_does_not_exist(fact: str) -> None:
 
 def test_a_kernel_that_does_not_exist() -> None:
     rope = OPS["rope"]
-    for place in ("dgraph.ops.rope:kernel", "no.such.module:kernel", "kernel"):
+    for place in ("dgraph.ops.rows.rope:kernel", "no.such.module:kernel", "kernel"):
         op = Op("test", rope.overload, rope.reference, rope.samples, "", kernel=place)
         with pytest.raises(InputError, match=f"op test: '{place}' does not exist .*Give \"module:name\""):
             _ = op.on_gpu

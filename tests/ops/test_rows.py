@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of
-from dgraph.ops.rows import groups, padded_length, sequence_of
+from dgraph.ops.padded import groups, padded_length, sequence_of
 
 ops = torch.ops.dgraph
 

@@ -13,9 +13,9 @@ from torch.testing import assert_close
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ops.attention.sparse_draws import draw
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.ops.sparse_draws import draw
 
 NAMES = OPS["sparse_attention"].arguments[:19]  # without scales
 op = torch.ops.dgraph.sparse_attention

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT, per_sequence, spans_of
 
 kv_votes = torch.ops.dgraph.kv_votes
 kv_scores = torch.ops.dgraph.kv_scores

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
-from dgraph.ops.lm_head import decode_logits
+from dgraph.ops.lm_head.lm_head import decode_logits
 from dgraph.ops.statistics import ENTROPY, KL, MARGIN, RowLogits, Statistic, declare, declared, kept_rows, measure_rows
 
 measured = torch.ops.dgraph.lm_head_measured

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dgraph.ops import stored
-from dgraph.ops.stored import multiply
-from dgraph.quantised import KINDS, ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
+from dgraph.families.quantised import KINDS, ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
+from dgraph.ops.products import stored
+from dgraph.ops.products.stored import multiply
 from tests.amounts import every_pair
 
 FORMATS = (

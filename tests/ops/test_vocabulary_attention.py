@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
-from dgraph.ops import OPS, vocabulary_part
-from dgraph.ops.lm_head import decode_logits
+from dgraph.ops import OPS
+from dgraph.ops.lm_head.lm_head import decode_logits
+from dgraph.ops.vocabulary import vocabulary_part
 from tests.ops.triton.vocabularies import embedding
 
 attention = torch.ops.dgraph.vocabulary_attention

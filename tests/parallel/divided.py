@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dgraph.optimized import Optimized, Result
+from dgraph.compiler.compiled_model import Optimized, Result
 from dgraph.runtime.stats import StepRecord
 from dgraph.testing import TinyModel, prompts, ranks
 

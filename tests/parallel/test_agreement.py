@@ -9,10 +9,10 @@ import pytest
 
 import dgraph
 from dgraph.errors import InputError, RanksDiffer
-from dgraph.groups import Alone, group_of
 from dgraph.parallel import divide as division
-from dgraph.runtime.agree import agree
-from dgraph.sharding import Sharding
+from dgraph.ranks.groups import Alone, group_of
+from dgraph.ranks.sharding import Sharding
+from dgraph.runtime.loop.rank_check import agree
 from dgraph.testing import ranks
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]]

@@ -12,7 +12,7 @@ from tests.parallel.processes import started
 
 COLLECTIVES = """
 import torch, dgraph.parallel
-from dgraph.groups import group_of
+from dgraph.ranks.groups import group_of
 assert dgraph.parallel.init("cpu") is dgraph.parallel.init("cpu")
 group = group_of("tp")
 for dtype in (torch.float32, torch.bfloat16, torch.int64):

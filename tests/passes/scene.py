@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.passes import CacheKV, CountRows, EvictTokens, FuseProjections
 from dgraph.passes.base import Pass
 from tests.oracle.models import random_weights, tiny_config

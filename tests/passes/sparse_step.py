@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.passes import CacheKV, PackRows
 from dgraph.spec import ModelSpec

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import dgraph
-from dgraph.adapters import Adapter, LowRank
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.phases import rewrite
 from dgraph.errors import PassError
-from dgraph.graph import Graph
-from dgraph.optimized import Optimized
+from dgraph.families.adapters import Adapter, LowRank
+from dgraph.ir.graph import Graph
 from dgraph.passes import AdaptDrafts, CacheKV, FuseProjections, PackRows, QuantizeWeights
-from dgraph.phases import rewrite
 from dgraph.testing import TinyModel, models, ranks
 from tests.golden_files import check_golden
 from tests.tiny import MASK, draw, interpret, ops_of, report_of, rewritten, rows_of

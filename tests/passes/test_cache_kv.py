@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dgraph.errors import PassError
-from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.passes import CacheKV
+from dgraph.types.nodes import op_name
 from tests.passes.scene import oracle_step, scene
 from tests.tiny import Hand, caches_of, draw, interpret, ops_of, read_cache, report_of, rows_of
 

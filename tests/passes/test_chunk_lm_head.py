@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.ops.lm_head import decode_logits
+from dgraph.ir.graph import Graph
+from dgraph.ops.lm_head.lm_head import decode_logits
 from dgraph.passes import ChunkLMHead, OnlyKV
 from tests.passes.scene import Scene, scene
 from tests.tiny import MASK, VOCAB, Hand, draw, interpret, ops_of, report_of, rewritten, rows_of

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dgraph.errors import PassError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import VerifyError, verify
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS
 from dgraph.passes import CacheKV, ChunkLMHead, CountRows, EvictTokens, FuseProjections
 from dgraph.passes.base import Pass
 from dgraph.text.writer import dump
-from dgraph.verify import VerifyError, verify
 from tests.golden_files import check_golden
 from tests.passes.scene import Scene, padded, scene
 from tests.tiny import Hand, interpret, ops_of, report_of, rewritten

@@ -11,10 +11,10 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.ir.graph import Graph
 from dgraph.passes import CacheKV, ChunkLMHead, EvictTokens, FuseProjections, PackRows, ShardTensorParallel
 from dgraph.testing.ranks import ranks
+from dgraph.types.nodes import op_name
 from tests.oracle.scoring import Eviction
 from tests.passes.scene import BLOCKS, WEIGHTS, Scene, oracle_step, scene
 from tests.tiny import BLOCK, MASK, interpret, ops_of, read_cache, report_of, rewritten

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import PassError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS
 from dgraph.passes import PASSES, CacheKV, CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, ReuseRows

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.fx import Node
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import Signature, verify
 from dgraph.passes import FuseProjections, PackRows
 from dgraph.passes.base import Report
 from dgraph.passes.fuse_projections import stack
-from dgraph.verify import Signature, verify
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import MASK, Hand, draw, interpret, ops_of, report_of, rewritten, rows_of
 

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import VerifyError, verify
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
@@ -19,7 +20,6 @@ from dgraph.ops import OPS
 from dgraph.passes import PASSES, CountRows, EvictTokens, FuseProjections, GateFFN, PartialAttention
 from dgraph.passes.base import Pass, pass_from_json
 from dgraph.text.writer import dump
-from dgraph.verify import VerifyError, verify
 from tests.golden_files import check_golden
 from tests.oracle.dyllm import Method
 from tests.passes.sparse_step import (

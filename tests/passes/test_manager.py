@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from dgraph.errors import InputError, PassError, UnknownName, VerifyError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.passes import PASSES, CacheKV, ChunkLMHead, EvictTokens, FuseProjections, OnlyKV, PackRows
 from dgraph.passes.base import Effect, Pass, Report, check_pass
 from dgraph.passes.manager import run_passes
 from dgraph.recipes import Phase
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 from tests.tiny import Hand, ops_of, report_of
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ import torch
 
 import dgraph
 from dgraph.errors import VerifyError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.ops import op_of
 from dgraph.passes import CacheKV, EvictTokens, OnlyKV, PackRows
 from tests.oracle.models import random_weights, tiny_config, to_transformers

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS
 from dgraph.passes import (

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 import dgraph
-from dgraph import kinds
-from dgraph.aten_rules import RULES, Rule, register
 from dgraph.errors import PassError
-from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.ir import aten_kinds as kinds
+from dgraph.ir.aten_rules import RULES, Rule, register
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.passes import PackRows
+from dgraph.types.nodes import op_name
 from tests.oracle.models import random_weights, tiny_config
 from tests.oracle.qwen3 import Cache, forward, project
 from tests.plain import Plain, capture_plain
@@ -251,7 +251,7 @@ def unbound(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
 
 
 def rolled_columns(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
-    """Ops that dgraph.aten_rules knows keep their values where their dimensions are not those of tokens."""
+    """Ops that dgraph.ir.aten_rules knows keep their values where their dimensions are not those of tokens."""
     y = h.call(aten.roll.default, x, [1], [2])
     y = h.call(aten.gather.default, y, 2, h.call(aten.argsort.default, y, -1))
     return h.call(aten.add.Tensor, y, h.call(aten.amax.default, y, [-1], True))
@@ -416,7 +416,7 @@ def test_what_has_no_row_layout_is_refused(body: Body, op: str, why: str) -> Non
 
 
 def test_a_package_adds_a_rule_for_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dgraph.aten_rules.RULES", dict(RULES))
+    monkeypatch.setattr("dgraph.ir.aten_rules.RULES", dict(RULES))
     register("renorm", Rule(kinds.along("dim"), dims=("dim",)))
     packed = held(stream(no_rule))
     assert next(n.args[2] for n in packed.calls if op_name(n.target) == "renorm") == 1

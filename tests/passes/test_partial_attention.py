@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
+from dgraph.ir.verifier import VerifyError, verify
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS
 from dgraph.passes import ChunkLMHead, EvictTokens, FuseProjections, GateFFN, PartialAttention
 from dgraph.passes.base import Pass
 from dgraph.text.writer import dump
-from dgraph.verify import VerifyError, verify
 from tests.golden_files import check_golden
 from tests.oracle import dyllm
 from tests.oracle.dyllm import Method

@@ -13,20 +13,20 @@ from torch import Tensor
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.families import families
-from dgraph.graph import Graph
+from dgraph.families.quantised import KINDS, WHOLE, QuantisedWeight, quantise
+from dgraph.families.weights import Quantising, Shapes, WeightSource
+from dgraph.ir.graph import Graph
+from dgraph.ir.stored_weights import formats_of, stored_of, tensors_of
+from dgraph.ir.verifier import verify
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.taken import is_taken
-from dgraph.nodes import args_of, viewed
 from dgraph.passes import FuseProjections, PackRows, QuantizeWeights, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
-from dgraph.quantised import KINDS, WHOLE, QuantisedWeight, quantise
 from dgraph.recipes import RECIPES
-from dgraph.stored import formats_of, stored_of, tensors_of
 from dgraph.testing import TinyModel, models, prompts, ranks
-from dgraph.verify import verify
-from dgraph.weights import Quantising, Shapes, WeightSource
+from dgraph.types.nodes import args_of, viewed
 from tests.amounts import every_value
 from tests.golden_files import check_golden
 from tests.oracle.eight_bits import linear_in

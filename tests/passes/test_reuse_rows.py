@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS
 from dgraph.passes import PASSES, ChunkLMHead, EvictTokens, FuseProjections, GateFFN, PartialAttention, ReuseRows

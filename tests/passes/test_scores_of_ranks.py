@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.passes import (
     CacheKV,
@@ -25,9 +24,10 @@ from dgraph.passes import (
     SparseKV,
 )
 from dgraph.passes.base import Pass
-from dgraph.sharding import Sharding
+from dgraph.ranks.sharding import Sharding
 from dgraph.testing import models
 from dgraph.text.writer import dump
+from dgraph.types.nodes import args_of
 from tests.golden_files import check_golden
 from tests.passes.sparse_step import LENGTHS, family_of, memory_of, three_steps
 from tests.tiny import interpret, ops_of, report_of, rewritten

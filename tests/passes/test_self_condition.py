@@ -9,12 +9,12 @@ import torch
 
 import dgraph
 from dgraph.errors import PassError, VerifyError
-from dgraph.graph import Graph
-from dgraph.ops.lm_head import gumbel
+from dgraph.families.quantised import Format
+from dgraph.ir.graph import Graph
+from dgraph.ir.stored_weights import quantised_as
+from dgraph.ir.verifier import verify
+from dgraph.ops.lm_head.lm_head import gumbel
 from dgraph.passes import CacheKV, EncodeRows, FuseProjections, OnlyKV, PackRows, SelfCondition
-from dgraph.quantised import Format
-from dgraph.stored import quantised_as
-from dgraph.verify import verify
 from tests.golden_files import check_golden
 from tests.models.gemma import CANVAS, HIDDEN, caches_of, draw, optimized, rows_of, run
 from tests.tiny import Hand, interpret, ops_of, report_of, rewritten

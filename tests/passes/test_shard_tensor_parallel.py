@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.phases import scoring
 from dgraph.errors import InputError, PassError, UnknownName, VerifyError
-from dgraph.graph import Graph
-from dgraph.linears import head_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import head_of
+from dgraph.ir.verifier import verify
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.ops.statistics import MARGIN
-from dgraph.optimized import Optimized
 from dgraph.passes import ChunkLMHead, FuseProjections, MeasureRows, PackRows, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
 from dgraph.passes.manager import run_passes
-from dgraph.phases import scoring
-from dgraph.runtime.scoring import Question, Scorer
+from dgraph.runtime.loop.label_scoring import Question, Scorer
 from dgraph.testing import models
 from dgraph.testing.models import TinyModel, prompts
 from dgraph.testing.ranks import ranks
+from dgraph.text.views import graph_of
 from dgraph.text.writer import dump, to_json
-from dgraph.verify import verify
-from dgraph.views import graph_of
 from tests.golden_files import check_golden
 from tests.tiny import MASK, VOCAB, interpret, ops_of, report_of, rewritten, rows_of, tiny_spec
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from dgraph.errors import InputError, PassError
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.passes import PASSES, ChunkLMHead, EvictTokens, FuseProjections, PartialAttention, SparseKV
 from dgraph.passes.base import Pass, Report, pass_from_json
 from dgraph.passes.manager import run_passes
 from dgraph.passes.sparse_kv import SELECTORS
 from dgraph.text.writer import dump
+from dgraph.types.nodes import args_of
 from tests.golden_files import check_golden
 from tests.passes.sparse_step import FAMILIES, family_of
 from tests.tiny import report_of, rewritten

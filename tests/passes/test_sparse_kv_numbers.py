@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.graph import Graph
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ir.graph import Graph
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.passes import EvictTokens, FuseProjections, ReuseRows, SparseKV
 from dgraph.passes.base import Pass
 from tests.passes.sparse_step import FAMILIES, LENGTHS, TOKENS, family_of, memory_of, step_of

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
-from dgraph.ops.sparse import REUSE, SELECT
+from dgraph.ir.graph import Graph
+from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.passes import CacheKV, FuseProjections, PackRows, ShardTensorParallel, SparseKV
 from dgraph.passes.base import Pass
-from dgraph.sharding import FIRST_KV_HEAD
+from dgraph.ranks.sharding import FIRST_KV_HEAD
 from dgraph.testing import TinyModel, models, ranks
 from dgraph.text.writer import dump
+from dgraph.types.nodes import args_of
 from tests.golden_files import check_golden
 from tests.passes.sparse_step import LENGTHS
 from tests.passes.test_sparse_kv_numbers import caches_of, live, step

@@ -10,9 +10,9 @@ from dgraph.plans.regions import All, Block, Next, Response, Suffix
 from dgraph.plans.rows import RowCounts, RowPlan
 from dgraph.plans.schedules import Apart, Counted, Either, FirstShare
 from dgraph.plans.view import View
-from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.policies import Sequential
-from dgraph.runtime.rows import RowResults
+from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.packed_rows import RowResults
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import summary
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
 from dgraph.recipes import RECIPES, Recipe, build
 from tests.oracle.canvas import llada_names
 from tests.oracle.qwen3 import Config

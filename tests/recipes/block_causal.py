@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
 from dgraph.recipes import RECIPES, Recipe, build
-from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.sampling.random_numbers import row_seeds, sequence_keys, uniform
 from dgraph.runtime.stats import StepRecord
 from tests.oracle import focus as oracle
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers

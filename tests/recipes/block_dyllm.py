@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.program import ProgramResult
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 from tests.models import test_llada2 as llada2
 from tests.models import test_sdar_moe as sdar_moe
 from tests.oracle import focus, qwen3

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dgraph.compiler.compiled_model import Result
 from dgraph.errors import InputError, UnknownName
-from dgraph.optimized import Result
 from dgraph.passes import BoundRows, CacheKV, ChunkLMHead, FuseGLU, FuseProjections, OnlyMasked, PackRows
 from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.generation import Generation
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import policy_of
-from dgraph.runtime.seeds import policy_order, row_seeds, sequence_keys, uniform
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.results import Generation
+from dgraph.runtime.sampling.random_numbers import policy_order, row_seeds, sequence_keys, uniform
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_pair, every_value
 from tests.kv import kv_pairs

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.optimized import Optimized
+from dgraph.ir.graph import Graph
 from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted

@@ -18,11 +18,11 @@ from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.recipes import RECIPES, Recipe, build
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.generation import Generation
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import ConfidenceThreshold
-from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.results import Generation
+from dgraph.runtime.sampling.sampler import Sampler
 from tests.kv import kv_pairs
 from tests.oracle import qwen3
 from tests.oracle.dyllm import Method

@@ -13,8 +13,8 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import ConfidenceThreshold
-from dgraph.runtime.session import BlockSession
 from tests.amounts import every_value
 from tests.recipes.block_causal import LAYERS, check, optimized, prompts_for
 from tests.recipes.block_dyllm import (

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
-from dgraph.optimized import Optimized
 from dgraph.passes import EvictTokens
 from dgraph.runtime.decoding import Decoding
 from dgraph.testing import models

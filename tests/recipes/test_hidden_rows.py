@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
 from dgraph.passes import SlotKV
 from dgraph.plans.regions import Region, Response
 from dgraph.plans.rows import RowPlan

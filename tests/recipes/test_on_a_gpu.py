@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.graphs.pool import GraphPool
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +73,7 @@ def test_prompts_of_few_rows_are_replayed_and_of_many_are_not(monkeypatch: pytes
     graphed, program = run()
     assert graphed == plain
     assert "prefill" in {name for name, _ in program.graph_pool.recorded}  # type: ignore[union-attr]
-    monkeypatch.setattr("dgraph.optimized.GRAPH_ROWS", 1)
+    monkeypatch.setattr("dgraph.compiler.compiled_model.GRAPH_ROWS", 1)
     launched, program = run()
     assert launched == plain
     assert "prefill" not in {name for name, _ in program.graph_pool.recorded}  # type: ignore[union-attr]

@@ -17,11 +17,11 @@ from packaging.version import Version
 
 import dgraph
 from dgraph.errors import CaptureError
-from dgraph.graph import Graph
-from dgraph.nodes import op_name
+from dgraph.ir.graph import Graph
 from dgraph.passes.base import Report
 from dgraph.recipes import RECIPES
 from dgraph.testing import TinyModel, check_batch_equals_alone, check_lossless, prompts
+from dgraph.types.nodes import op_name
 from tests.own_modules import LAYERS, Kind, decoded, own
 
 THRESHOLD, NEW = 0.3, 20

@@ -15,7 +15,7 @@ import pytest
 
 import dgraph
 from dgraph.errors import InputError, PassError, UnknownName
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.passes import (
     BoundRows,
     CacheKV,

@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from dgraph.cli import app
+from dgraph.compiler.compiled_model import Optimized, Result
 from dgraph.errors import InputError, UnknownName
-from dgraph.optimized import Optimized, Result
 from dgraph.passes import (
     CacheKV,
     ChunkLMHead,

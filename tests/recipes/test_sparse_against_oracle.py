@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.ops.scales import unscaled
-from dgraph.optimized import Optimized
+from dgraph.ops.kv.scales import unscaled
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.optimized import Optimized
-from dgraph.runtime.batch import Batch
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
 from tests.oracle import dyllm, focus

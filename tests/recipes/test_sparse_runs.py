@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_steps
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.optimized import Optimized
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.generation import Generation
-from dgraph.runtime.pack import PackedKV
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.kv.packed import PackedKV
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import policy_of
-from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.results import Generation
+from dgraph.runtime.sampling.sampler import Sampler
 from tests.kv import kv_pairs
 from tests.recipes import block_dyllm
 from tests.recipes.bidirectional import LAYERS, Setup, prompts_for, setup_of

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.optimized import Optimized
+from dgraph.compiler.compiled_model import Optimized
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import SubBlocks
 from dgraph.runtime.stats import StepRecord

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from dgraph.lowering.program import ProgramResult
-from dgraph.ops.sparse import REUSE
+from dgraph.ops.attention.sparse import REUSE
 from dgraph.runtime import BlockSession
-from dgraph.runtime.decode_state import DecodeState
-from dgraph.runtime.offers import OFFERS
-from dgraph.runtime.report import Report
-from dgraph.shapes import InputSpec
+from dgraph.runtime.loop.step_inputs import OFFERS
+from dgraph.runtime.loop.step_report import Report
+from dgraph.runtime.state.base import DecodeState
 from dgraph.spec import ModelSpec
+from dgraph.types.shapes import InputSpec
 
 MASK = 28
 VOCAB = 29

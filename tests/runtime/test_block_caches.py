@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.engine.profile import profile
+from dgraph.engine.memory.profile import profile
 from dgraph.lowering.program import ProgramResult
 from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime import BlockSession, FixedSteps
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.kv import KVStore, ring_size
+from dgraph.runtime.kv.store import KVStore, ring_size
 from dgraph.runtime.policies import Renoise
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 from tests.engine.driven import Asked, Turns, no_preparation
 from tests.models.gemma import CANVAS, HIDDEN, WINDOW, draw, generated, optimized, published
 from tests.models.test_renoise import settings_of

@@ -10,10 +10,10 @@ from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import ConfidenceThreshold
-from dgraph.runtime.block_causal import BlockCausalState
-from dgraph.runtime.decode_state import OUT
-from dgraph.runtime.rows import RowResults, prefill_rows, row_results
-from dgraph.runtime.seeds import row_seeds, sequence_keys, uniform
+from dgraph.runtime.sampling.random_numbers import row_seeds, sequence_keys, uniform
+from dgraph.runtime.state.base import OUT
+from dgraph.runtime.state.block_causal import BlockCausalState
+from dgraph.runtime.state.packed_rows import RowResults, prefill_rows, row_results
 from tests.runtime.fake import summary
 
 KNOWN = 4069107984540586624

@@ -15,9 +15,9 @@ from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
-from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, policy_of
-from dgraph.runtime.rows import RowResults
+from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.packed_rows import RowResults
 from tests.runtime.fake import FakeProgram, fake_spec, summary
 
 MASK, STOP, NONE = 99, 50, -torch.inf

@@ -17,12 +17,12 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Next, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted, FirstShare
-from dgraph.runtime.advance import HALVES, Advance, Half
-from dgraph.runtime.begin import say
-from dgraph.runtime.block_causal import BlockCausalState
-from dgraph.runtime.canvas import CanvasState
-from dgraph.runtime.cudagraph import GraphPool
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.scripted_policy import BlockStep, Script
+from dgraph.runtime.loop.session import BlockSession
+from dgraph.runtime.loop.transition import HALVES, Advance, Half
 from dgraph.runtime.policies import (
     POLICIES,
     PRESETS,
@@ -38,12 +38,12 @@ from dgraph.runtime.policies import (
     renoises,
     statistics_of,
 )
-from dgraph.runtime.renoised import RenoisedState
 from dgraph.runtime.requests import Request
-from dgraph.runtime.rule import Rule
-from dgraph.runtime.script import BlockStep, Script
-from dgraph.runtime.session import BlockSession
-from dgraph.runtime.two_modes import TwoModeState
+from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.block_causal import BlockCausalState
+from dgraph.runtime.state.encode_denoise import TwoModeState
+from dgraph.runtime.state.initial import say
+from dgraph.runtime.state.uniform_noise import RenoisedState
 from tests.amounts import every_value
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary

@@ -21,10 +21,10 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import Slot, Slots, Step
 from dgraph.recipes import RECIPES, build
-from dgraph.runtime.cudagraph import IDLE, GraphPool
-from dgraph.runtime.generation import Generation
+from dgraph.runtime.graphs.pool import IDLE, GraphPool
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Policy, policy_key
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.results import Generation
 from tests.kv import kv_pairs
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 from tests.runtime.recorder import Recorder
@@ -82,7 +82,7 @@ def test_a_stage_runs_once_where_it_is_captured() -> None:
 def test_a_full_pool_runs_further_buckets_step_by_step_and_says_so(
     phases: tuple[dgraph.Model, dict[str, dgraph.Graph]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dgraph.runtime.cudagraph.IDLE", 10**6)
+    monkeypatch.setattr("dgraph.runtime.graphs.pool.IDLE", 10**6)
     pool = GraphPool(limit=1, recorder=Recorder)
     with pytest.warns(DgraphWarning, match="1 CUDA graphs are in use.* on .* rows runs op by op") as seen:
         result = generate(phases, pool.runner)

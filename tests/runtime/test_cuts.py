@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.program import ProgramResult
@@ -19,11 +19,11 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.stage import LoweredStage, Runner, run_steps
 from dgraph.ops import OPS
 from dgraph.ops.draws import cu_rows_of
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.generation import Generation
-from dgraph.runtime.mapped import Mapped
+from dgraph.runtime.graphs.pinned import Mapped
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import ConfidenceThreshold
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.results import Generation
 from tests.kv import kv_pairs
 from tests.lowering.test_schedule import two_cuts
 from tests.runtime.recorder import Recorder

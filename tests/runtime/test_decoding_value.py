@@ -12,7 +12,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.evaluate.arms import Choice, expand
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, policy_of
-from dgraph.runtime.sampling import Credit, Sampler
+from dgraph.runtime.sampling.sampler import Credit, Sampler
 from tests.tiny import tiny_spec
 
 

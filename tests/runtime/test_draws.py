@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from dgraph.ops.lm_head import decode_logits
+from dgraph.ops.lm_head.lm_head import decode_logits
 from dgraph.runtime import ConfidenceThreshold, FixedSteps, StepRecord
 from tests.runtime.fake import MASK, VOCAB, FakeProgram, make_session, random_prompts
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.runtime.policies import Candidates
 from dgraph.runtime.policies.dream import Dream
-from dgraph.runtime.sampling import RowContext, Sampler
+from dgraph.runtime.sampling.sampler import RowContext, Sampler
 from tests.oracle import dream_sampling as oracle
 
 ROWS, VOCAB = 24, 101

@@ -14,7 +14,7 @@ from dgraph.plans.regions import Block, Suffix
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import BlockSession, FixedSteps
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 from tests.runtime.fake import MASK, FakeProgram, fake_spec, offered
 
 

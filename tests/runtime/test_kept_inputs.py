@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from dgraph.ops.sparse import REPACK, REUSE, SELECT
+from dgraph.ops.attention.sparse import REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.runtime import ConfidenceThreshold
-from dgraph.runtime.advance import Advance
-from dgraph.runtime.begin import say
-from dgraph.runtime.canvas import CanvasState
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.transition import Advance
 from dgraph.runtime.policies import Mixture
 from dgraph.runtime.requests import Request
-from dgraph.runtime.rule import Rule
+from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.initial import say
 from tests.runtime.fake import offered
 
 MASK = 99

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import DgraphError, InputError
-from dgraph.ops.scales import by_head
+from dgraph.ops.kv.scales import by_head
 from dgraph.runtime import KVStore
-from dgraph.runtime.kv import SPARE, check_page_size
-from dgraph.shapes import InputSpec
+from dgraph.runtime.kv.store import SPARE, check_page_size
+from dgraph.types.shapes import InputSpec
 from tests.runtime.fake import caches, fake_spec
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dgraph.private.torch import copy_all
-from dgraph.runtime.mapped import Mapped
+from dgraph.runtime.graphs.pinned import Mapped
 
 
 def test_what_is_written_is_read() -> None:

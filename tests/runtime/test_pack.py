@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.plans.kv import KVPlan
-from dgraph.runtime.pack import PackedKV
-from dgraph.shapes import InputSpec
+from dgraph.runtime.kv.packed import PackedKV
+from dgraph.types.shapes import InputSpec
 
 KEPT = KVPlan("response", pairs=(2, 4))
 SHARE = KVPlan("block", ratio=0.5)

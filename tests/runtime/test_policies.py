@@ -34,7 +34,7 @@ from dgraph.runtime.policies import (
     policy_of,
     remasks,
 )
-from dgraph.runtime.rows import StepRows, row_results
+from dgraph.runtime.state.packed_rows import StepRows, row_results
 
 NONE = -torch.inf
 REQUIRED = {"confidence_threshold": {"threshold": 0.7}, "fixed_steps": {"steps": 3}}

@@ -15,6 +15,8 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.lowering.traced import trace
 from dgraph.ops.statistics import KL
+from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.scripted_policy import BlockStep, Script
 from dgraph.runtime.policies import (
     Candidates,
     Carried,
@@ -42,8 +44,6 @@ from dgraph.runtime.policies import (
     steps_of,
 )
 from dgraph.runtime.policies.mixture import Attribute, Refusals, noting_none, refusing
-from dgraph.runtime.rule import Rule
-from dgraph.runtime.script import BlockStep, Script
 from tests.runtime.formulas import draw, together
 from tests.runtime.test_policies_settings import RULES, carrying, decided, other, part
 from tests.runtime.test_statistics import Stable

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.lowering.traced import trace
+from dgraph.runtime.loop.scripted_policy import BlockStep, Script
 from dgraph.runtime.policies import (
     POLICIES,
     PRESETS,
@@ -40,8 +41,7 @@ from dgraph.runtime.policies import (
     settings_of,
     with_settings,
 )
-from dgraph.runtime.sampling import Sampler
-from dgraph.runtime.script import BlockStep, Script
+from dgraph.runtime.sampling.sampler import Sampler
 from tests.runtime.formulas import draw, plain, together
 
 NEEDED: dict[str, dict[str, Any]] = {

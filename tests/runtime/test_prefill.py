@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from dgraph.runtime import session as sessions
+from dgraph.runtime.loop import session as sessions
+from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import ConfidenceThreshold
-from dgraph.runtime.rows import prefill_chunk
-from dgraph.runtime.session import BlockSession
+from dgraph.runtime.state.packed_rows import prefill_chunk
 from tests.runtime.fake import FakeProgram, fake_spec
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.runtime.policies import Candidates, Mixture, Renoise, policy_of
-from dgraph.runtime.renoised import RenoisedState
-from dgraph.runtime.rows import RowResults
-from dgraph.runtime.seeds import random_ids, sequence_keys
+from dgraph.runtime.sampling.random_numbers import random_ids, sequence_keys
+from dgraph.runtime.state.packed_rows import RowResults
+from dgraph.runtime.state.uniform_noise import RenoisedState
 from tests.oracle.renoise import Canvas, heat
 
 BLOCK, VOCAB = 6, 50

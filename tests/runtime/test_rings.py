@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dgraph
-from dgraph.engine.profile import profile
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.engine.memory.profile import profile
 from dgraph.errors import DgraphError, InputError, PoolFull
-from dgraph.optimized import Optimized
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.kv import KVStore, Ring, ring_size
+from dgraph.runtime.kv.store import KVStore, Ring, ring_size
 from dgraph.runtime.policies import Renoise
-from dgraph.runtime.rows import prefill_chunk
-from dgraph.shapes import InputSpec
+from dgraph.runtime.state.packed_rows import prefill_chunk
+from dgraph.types.shapes import InputSpec
 from tests.engine.driven import Asked, Turns, alone
 
 BLOCK, RULE = 8, Renoise(1.0, confidence=0.2, steps=4)

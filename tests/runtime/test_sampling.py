@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from dgraph.errors import InputError
-from dgraph.ops.lm_head import RowDecisions, decode_logits
-from dgraph.runtime.sampling import Credit, RowContext, Sampler, guided, kept_ids, without_prompt
-from dgraph.runtime.seeds import row_seeds, sequence_keys
-from dgraph.runtime.stops import Trimmed, first_stop, trim
+from dgraph.ops.lm_head.lm_head import RowDecisions, decode_logits
+from dgraph.runtime.sampling.random_numbers import row_seeds, sequence_keys
+from dgraph.runtime.sampling.sampler import Credit, RowContext, Sampler, guided, kept_ids, without_prompt
+from dgraph.runtime.sampling.stops import Trimmed, first_stop, trim
 
 VOCAB, BLOCK, MASK = 11, 4, 10
 

@@ -15,10 +15,10 @@ from dgraph.lowering.program import ProgramResult
 from dgraph.plans.regions import All, Block
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime import BlockSession, FixedSteps
-from dgraph.runtime.cudagraph import GraphPool
-from dgraph.runtime.offers import OFFERS
-from dgraph.runtime.sampling import Sampler
-from dgraph.shapes import InputSpec
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.step_inputs import OFFERS
+from dgraph.runtime.sampling.sampler import Sampler
+from dgraph.types.shapes import InputSpec
 from tests.runtime.fake import FakeProgram, fake_spec, offered
 from tests.runtime.recorder import Recorder
 

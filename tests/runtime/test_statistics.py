@@ -16,10 +16,10 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.ops.statistics import KL, RowLogits, Statistic
 from dgraph.passes import MeasureRows, run_passes
-from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.session import BlockSession, measuring
 from dgraph.runtime.policies import Candidates, Carried, ConfidenceThreshold, Policy, statistics_of
 from dgraph.runtime.policies.base import DecodeRule, best
-from dgraph.runtime.session import BlockSession, measuring
 from dgraph.testing import TinyModel, models
 from tests.runtime.recorder import Recorder
 

@@ -19,11 +19,11 @@ from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.plans.block_cache import BlockCache
 from dgraph.recipes import RECIPES, build
-from dgraph.runtime.advance import Advance
-from dgraph.runtime.batch import FEW_STEPS, Batch
-from dgraph.runtime.cudagraph import GraphPool
+from dgraph.runtime.graphs.pool import GraphPool
+from dgraph.runtime.loop.batch import FEW_STEPS, Batch
+from dgraph.runtime.loop.session import BlockSession
+from dgraph.runtime.loop.transition import Advance
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Renoise, SubBlocks
-from dgraph.runtime.session import BlockSession
 from tests.recipes.bidirectional import Setup, setup_of
 from tests.runtime.recorder import Recorder
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.runtime.batch import Batch
-from dgraph.runtime.decode_state import OUT
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.kv import KVStore
+from dgraph.runtime.graphs.upload import ALIGNED, upload
+from dgraph.runtime.kv.store import KVStore
+from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.requests import Request
-from dgraph.runtime.upload import ALIGNED, upload
+from dgraph.runtime.state.base import OUT
 from tests.runtime.fake import make_session
 
 BLOCK = 4

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
-from dgraph.runtime.block_causal import BlockCausalState
-from dgraph.runtime.canvas import CanvasState
-from dgraph.runtime.decode_state import OUT
-from dgraph.runtime.offers import Moment, computed
+from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.step_inputs import Moment, computed
 from dgraph.runtime.policies import ConfidenceThreshold
-from dgraph.runtime.rule import Rule
-from dgraph.runtime.two_modes import TwoModeState
+from dgraph.runtime.state.base import OUT
+from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.block_causal import BlockCausalState
+from dgraph.runtime.state.encode_denoise import TwoModeState
 from tests.runtime.fake import summary
 from tests.runtime.test_block_causal import step as step_of_blocks
 from tests.runtime.test_canvas import MASK, step

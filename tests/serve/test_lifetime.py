@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from dgraph.engine.engine import EngineClosed
-from dgraph.engine.tickets import Ticket
+from dgraph.engine.io.tickets import Ticket
 from dgraph.errors import InputError
-from dgraph.runtime.scoring import Scorer
+from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.serve.host import Host, address, bind
 from dgraph.serve.settings import ServeSettings
 from tests.engine.test_engine import Served

@@ -11,8 +11,8 @@ import pytest
 import dgraph
 from benchmarks.runs import Run
 from benchmarks.server_load import measure
+from dgraph.bench.arrivals import Request
 from dgraph.bench.serve import LoadTest, prompts_for
-from dgraph.engine.load import Request
 
 
 @pytest.mark.release

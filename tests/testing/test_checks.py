@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.passes import CacheKV, Effect, EvictTokens, PackRows, Pass, SparseKV
 from dgraph.passes.base import Report
 from dgraph.recipes import Phase

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dgraph.errors import InputError
-from dgraph.groups import group_of
 from dgraph.ops import OPS
+from dgraph.ranks.groups import group_of
 from dgraph.testing import ranks
 from dgraph.testing.ranks import RankEnded
 

@@ -10,10 +10,10 @@ import torch
 
 import dgraph
 from dgraph.errors import UnknownName
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.recipes import RECIPES, build
 from dgraph.text.diff import Diff, diff
-from dgraph.views import diff as diff_view
+from dgraph.text.views import diff as diff_view
 from tests.tiny import Hand
 
 aten = torch.ops.aten

@@ -11,14 +11,14 @@ import torch
 
 import dgraph
 from dgraph.errors import InputError, UnknownName
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes import Effect, Pass, QuantizeWeights, Report
 from dgraph.recipes import RECIPES, Phase, Recipe, build
 from dgraph.text.explain import Explanation, explain
-from dgraph.views import explain as explain_view
+from dgraph.text.views import explain as explain_view
 from tests.tiny import rewritten
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.recipes import RECIPES, build
 from dgraph.text.diff import Diff, diff
 from dgraph.text.html import ROW_SETS, diff_to_html, to_html

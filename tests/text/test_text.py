@@ -11,12 +11,12 @@ import torch
 
 import dgraph
 from dgraph.errors import InputError, UnknownName
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.recipes import RECIPES, build
 from dgraph.text.folding import fold
 from dgraph.text.listing import listing
+from dgraph.text.views import dump as dump_view
 from dgraph.text.writer import dump, to_json
-from dgraph.views import dump as dump_view
 from tests.golden_files import check_golden
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import BLOCK, MASK, VOCAB, Hand

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import dgraph
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.recipes import RECIPES, build
 from dgraph.text.diff import diff
 from dgraph.text.html import diff_to_html, to_html

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 
-from dgraph.ops.triton import attention_tiling, lm_head, partial_attention, rows_linear, trials
-from dgraph.ops.triton.attention_tiling import Tiling as AttentionTiling
-from dgraph.ops.triton.product_cases import ANY
+from dgraph.ops.attention.triton import attention_tiling, partial_attention
+from dgraph.ops.attention.triton.attention_tiling import Tiling as AttentionTiling
+from dgraph.ops.lm_head.triton import lm_head
+from dgraph.ops.products.triton import rows_linear
+from dgraph.ops.products.triton.product_cases import ANY
+from dgraph.ops.products.triton.rows_linear import Tiles
+from dgraph.ops.triton import trials
 from dgraph.ops.triton.rows import power_of_two
-from dgraph.ops.triton.rows_linear import Tiles
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, Tunable, attention_shape, dtype_name
 
 MOST = 12

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dgraph.early import starts_early
 from dgraph.errors import InputError
+from dgraph.private.early_start import starts_early
 
 MOST_OFFSETS = 512
 
@@ -56,7 +56,7 @@ def offsets_block(b: int) -> int:
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """The first line of a kernel that may start early: see `dgraph.early`."""
+    """The first line of a kernel that may start early: see `dgraph.private.early_start`."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dgraph.ops.attention.triton import attention_tiling, paged_attention, partial_attention
 from dgraph.ops.draws import cu_rows_of
-from dgraph.ops.scales import FLOAT8, by_head
-from dgraph.ops.triton import attention_tiling, lm_head, paged_attention, partial_attention, rows_linear
+from dgraph.ops.kv.scales import FLOAT8, by_head
+from dgraph.ops.lm_head.triton import lm_head
+from dgraph.ops.products.triton import rows_linear
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape
 
 KEYS = 2048

@@ -47,7 +47,7 @@ from dgraph.runtime.policies.mixture import Mixture, per_sequence, row_of, setti
 from dgraph.runtime.policies.renoise import Renoise
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask, SubBlocks
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
-from dgraph.runtime.sampling import SETTINGS, Sampler
+from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
 
 GROUP = "dgraph.policies"
 

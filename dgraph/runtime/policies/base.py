@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.statistics import BY_NAME, GIVEN, Statistic, declare
-from dgraph.runtime.sampling import Sampler
+from dgraph.runtime.sampling.sampler import Sampler
 
 ORIGINS = {
     "noise": "a uniform draw per position from the runtime",
@@ -172,7 +172,7 @@ class DecodeRule:
         remasks: it edits, and `remask` turns decoded tokens into masks again.
         moves: it edits, and `move` says where tokens go.
         autoregressive: each step commits the tokens that causal rows predict for the position after them, whatever
-            `choose` returns (see `dgraph.runtime.two_modes`).
+            `choose` returns (see `dgraph.runtime.state.encode_denoise`).
         drafts: a step that denoises a block first predicts the tokens of these causal rows.
         renoises: positions that are not committed are drawn again, or random, in the next step. The rule then has
             `keep` and `heat`, and commits all of a block at once.

@@ -12,7 +12,7 @@ from dgraph.passes import SlotKV
 from dgraph.plans.regions import Region
 from dgraph.plans.view import View
 from dgraph.recipes import build
-from dgraph.runtime.seeds import mix, uniform
+from dgraph.runtime.sampling.random_numbers import mix, uniform
 
 
 @dataclass(frozen=True)

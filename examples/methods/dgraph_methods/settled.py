@@ -10,12 +10,12 @@ from torch.fx import Node
 
 from dgraph import RECIPES, ModelSpec, Recipe
 from dgraph.errors import InputError
-from dgraph.graph import Graph
+from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.passes import Effect, Pass
 from dgraph.passes.base import Report
 from dgraph.recipes import build
-from dgraph.shapes import InputSpec
+from dgraph.types.shapes import InputSpec
 
 aten = torch.ops.aten
 SAID = ("token", "confidence", "draw", "entropy")

@@ -8,14 +8,14 @@ import torch
 
 from dgraph import ModelSpec, Phase, Recipe
 from dgraph.errors import InputError
-from dgraph.graph import Graph
-from dgraph.nodes import args_of
+from dgraph.ir.graph import Graph
 from dgraph.passes import ChunkLMHead, Effect, FuseProjections, PackRows, Pass
 from dgraph.passes.base import Report
 from dgraph.plans.regions import All
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import FirstShare
-from dgraph.shapes import InputSpec
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import InputSpec
 from dgraph_methods.sparsed_op import OP
 
 FULL = InputSpec("full", torch.bool, ("N",))

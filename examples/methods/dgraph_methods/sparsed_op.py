@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgraph.ops import Sample, define, numeric
 from dgraph.ops.draws import cu_rows_of, pad_rows, positions_of
-from dgraph.ops.rows import sequence_of
+from dgraph.ops.padded import sequence_of
 
 CONTRACT = """\
 q [N, H, D]; k, v [N, Hkv, D]; positions i64[N]; cu_rows i32[b+1]; full bool[N], equal for all rows of a sequence, which

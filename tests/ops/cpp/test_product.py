@@ -10,10 +10,10 @@ from torch._inductor.codecache import CppCodeCache
 
 import dgraph
 from dgraph.errors import LoweringError
-from dgraph.ops import stored
-from dgraph.ops.cpp import product
+from dgraph.families.quantised import WHOLE, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows, spread
+from dgraph.ops.products import stored
+from dgraph.ops.products.cpp import product
 from dgraph.private.inductor import load_cpp
-from dgraph.quantised import WHOLE, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows, spread
 from tests.amounts import every_pair
 
 FORMATS = (

@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton.attention_shares import _add_up, _add_up_rows
-from dgraph.ops.triton.kv_write import _write
-from dgraph.ops.triton.paged_attention import _attend
-from dgraph.ops.triton.rows_quantise import _quantise_live_rows
+from dgraph.ops.attention.triton.attention_shares import _add_up, _add_up_rows
+from dgraph.ops.attention.triton.paged_attention import _attend
+from dgraph.ops.kv.triton.kv_write import _write
+from dgraph.ops.products.triton.rows_quantise import _quantise_live_rows
 from dgraph.private.triton import LoadedKernel, compilations, put
 from tests.ops.triton.compiled import ACCESS, source_of
 

@@ -15,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton import stored
-from dgraph.ops.triton.eight_bits import IMPRECISE, TILES, _multiply_numbers
-from dgraph.ops.triton.stored import SHARES, Tile, _multiply_stored
-from dgraph.ops.triton.words import FP8, INT4, INT8
+from dgraph.ops.products.triton import stored
+from dgraph.ops.products.triton.eight_bits import IMPRECISE, TILES, _multiply_numbers
+from dgraph.ops.products.triton.stored import SHARES, Tile, _multiply_stored
+from dgraph.ops.products.triton.words import FP8, INT4, INT8
 from tests.ops.triton.compiled import source_of
 
 

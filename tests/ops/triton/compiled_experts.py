@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton.eight_bits import IMPRECISE
-from dgraph.ops.triton.experts_rounded import TILES, _gate_and_round_rows, _multiply_group_numbers
-from dgraph.ops.triton.stored import Tile
+from dgraph.ops.experts.triton.experts_rounded import TILES, _gate_and_round_rows, _multiply_group_numbers
+from dgraph.ops.products.triton.eight_bits import IMPRECISE
+from dgraph.ops.products.triton.stored import Tile
 from tests.ops.triton.compiled import source_of
 
 NUMBERS = {"fp8": "fp8e4nv", "int8": "i8"}

@@ -12,19 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton import (
-    compare_rows,
-    kv_pack,
-    kv_scores,
-    kv_update,
-    kv_votes,
-    kv_write,
-    least_similar,
-    paged_attention,
-    partial_attention,
-    sparse_attention,
-    sparse_dense,
-)
+from dgraph.ops.attention.triton import paged_attention, partial_attention, sparse_attention, sparse_dense
+from dgraph.ops.kv.triton import kv_pack, kv_scores, kv_update, kv_votes, kv_write
+from dgraph.ops.selection.triton import compare_rows, least_similar
 from tests.ops.triton.compiled import source_of
 
 STORED = ("k_cache_ptr", "v_cache_ptr", "cache_ptr", "k_pack_ptr", "v_pack_ptr", "kp_ptr", "vp_ptr")

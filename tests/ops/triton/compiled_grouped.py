@@ -13,14 +13,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton.grouped import (
+from dgraph.ops.experts.triton.grouped import (
     TILES,
     TILES_OF_NUMBERS,
     TILES_OF_UNITS,
     _multiply_rows_of_groups,
     _multiply_units_of_groups,
 )
-from dgraph.ops.triton.stored import Tile
+from dgraph.ops.products.triton.stored import Tile
 from tests.ops.triton.compiled import source_of
 
 VALUES = {

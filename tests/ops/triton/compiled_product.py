@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dgraph.ops.triton import hopper, product_cases, product_roles
+from dgraph.ops.products.triton import product_cases, product_roles
+from dgraph.ops.triton import hopper
 from tests.ops.triton.compiled import source_of
 from tests.ops.triton.compiled_early import ACCESS
 

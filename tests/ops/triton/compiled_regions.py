@@ -29,11 +29,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 from triton.backends.compiler import GPUTarget
 
+from dgraph.families.quantised import quantised_rows
 from dgraph.lowering.traced import trace
 from dgraph.ops import OPS
 from dgraph.private.inductor import _for_devices, inductor_settings
-from dgraph.quantised import quantised_rows
-from dgraph.runtime.advance import HALVES
+from dgraph.runtime.loop.transition import HALVES
 from tests.ops.triton.compiled import ACCESS
 from tests.runtime.test_compiled_transition import RULES, advance_of, outputs
 

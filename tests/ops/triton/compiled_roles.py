@@ -13,7 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dgraph.ops.triton import attention_float8, attention_roles, hopper
+from dgraph.ops.attention.triton import attention_float8, attention_roles
+from dgraph.ops.triton import hopper
 from tests.ops.triton.compiled import source_of
 from tests.ops.triton.compiled_vocabulary import stack
 

@@ -14,8 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compiled
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from dgraph.ops.triton import hopper, stored_roles
-from dgraph.ops.triton.words import FP8, INT4, INT8
+from dgraph.ops.products.triton import stored_roles
+from dgraph.ops.products.triton.words import FP8, INT4, INT8
+from dgraph.ops.triton import hopper
 from tests.ops.triton.compiled import source_of
 from tests.ops.triton.compiled_vocabulary import stack
 

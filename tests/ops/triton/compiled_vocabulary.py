@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton import vocabulary_attention, vocabulary_part
+from dgraph.ops.vocabulary.triton import vocabulary_attention, vocabulary_part
 from tests.ops.triton.compiled import source_of
 
 WIDTH = 2816

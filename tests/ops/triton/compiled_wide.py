@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compiled
 
-from dgraph.ops.triton import paged_attention
-from dgraph.ops.triton.attention_tiling import Tiling, tiling_for
+from dgraph.ops.attention.triton import paged_attention
+from dgraph.ops.attention.triton.attention_tiling import Tiling, tiling_for
 from tests.ops.triton.compiled import source_of
 from tests.ops.triton.compiled_vocabulary import stack
 

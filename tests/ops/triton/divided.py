@@ -15,7 +15,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from dgraph.ops.triton.product_shares import _division, _piece, _pieces  # noqa: E402
+from dgraph.ops.products.triton.product_shares import _division, _piece, _pieces  # noqa: E402
 from tests.ops.triton.divisions import CASES, Division  # noqa: E402
 
 MOST = 80

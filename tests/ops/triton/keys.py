@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dgraph.ops import kv_pack, kv_votes
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ops.kv import kv_pack, kv_votes
 from tests.ops.triton.problems import Call
 
 

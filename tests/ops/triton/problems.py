@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from dgraph.ops import OPS, paged_attention
-from dgraph.ops.compare_rows import nearby
+from dgraph.families.quantised import ROW_KINDS
+from dgraph.ops import OPS
+from dgraph.ops.attention import paged_attention
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
-from dgraph.ops.rows import sequence_of, slots_of
-from dgraph.ops.scales import FLOAT8
+from dgraph.ops.kv.scales import FLOAT8
+from dgraph.ops.padded import sequence_of, slots_of
+from dgraph.ops.selection.compare_rows import nearby
 from dgraph.ops.statistics import ENTROPY, KL, MARGIN, declare, kept_rows
-from dgraph.quantised import ROW_KINDS
 
 Call = tuple[Any, ...]
 

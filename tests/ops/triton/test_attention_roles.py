@@ -35,13 +35,13 @@ HOPPER = 132
 def test_when_it_is_planned(
     n: int, b: int, heads: tuple[int, int], d: int, page: int, itemsize: int, roles: bool
 ) -> None:
-    from dgraph.ops.triton.attention_tiling import tiling_for
+    from dgraph.ops.attention.triton.attention_tiling import tiling_for
 
     assert tiling_for(n, b, heads, d, page, 1280, itemsize, HOPPER).roles == roles
 
 
 def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter) -> None:
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     args = attention((9, 0, 5, 2), (70, 0, 12, 33), page=16)
     got, _ = interpreted("paged_attention", args, tiling=Tiling(32, 16, 1, 4, 1, roles=True))
@@ -98,7 +98,7 @@ def test_a_query_in_bf16_is_two_numbers_of_float8() -> None:
 def test_when_it_is_planned_for_keys_in_float8(
     n: int, b: int, heads: tuple[int, int], d: int, page: int, roles: bool, splits: int
 ) -> None:
-    from dgraph.ops.triton.attention_tiling import tiling_for
+    from dgraph.ops.attention.triton.attention_tiling import tiling_for
 
     found = tiling_for(n, b, heads, d, page, 1088, 2, HOPPER, stored=1)
     assert (found.roles, found.splits) == (roles, splits)
@@ -124,14 +124,14 @@ def test_tiles_of_wide_heads(
     n: int, b: int, heads: tuple[int, int], d: int, page: int, itemsize: int, sizes: tuple[int, ...]
 ) -> None:
     """Rows, keys, shares, warps, stages and parts."""
-    from dgraph.ops.triton.attention_tiling import tiling_for
+    from dgraph.ops.attention.triton.attention_tiling import tiling_for
 
     found = tiling_for(n, b, heads, d, page, 2048, itemsize, HOPPER)
     assert (found.block_m, found.block_n, found.splits, found.warps, found.stages, found.parts) == sizes
 
 
 def test_kernels_whose_tiles_have_no_parts_get_none() -> None:
-    from dgraph.ops.triton import partial_attention, sparse_attention
+    from dgraph.ops.attention.triton import partial_attention, sparse_attention
 
     for n, b in ((256, 1), (2048, 8)):
         exact = partial_attention.tiling_for(n, b, (16, 2), 512, 256, 2048, 2, HOPPER).exact
@@ -144,7 +144,7 @@ def test_kernels_whose_tiles_have_no_parts_get_none() -> None:
 @pytest.mark.parametrize("rows", [1, 32, 256, 1024, 32768])
 def test_a_tile_of_wide_heads_fits_into_shared_memory(rows: int, sequences: int) -> None:
     """Queries, and keys and values of every iteration in flight, in bf16."""
-    from dgraph.ops.triton.attention_tiling import tiling_for
+    from dgraph.ops.attention.triton.attention_tiling import tiling_for
 
     for d, kv_heads in ((256, 8), (512, 2)):
         tiling = tiling_for(rows, sequences, (16, kv_heads), d, 256, 4096, 2, HOPPER)
@@ -178,9 +178,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
     """Rows see all keys or a part of them, unwritten slots and padding rows hold NaN (`problems.attention`)."""
-    from dgraph.ops.triton import attention_roles, hopper
-    from dgraph.ops.triton.attention_tiling import Tiling
-    from dgraph.ops.triton.paged_attention import blocks_of, kernel
+    from dgraph.ops.attention.triton import attention_roles
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.paged_attention import blocks_of, kernel
+    from dgraph.ops.triton import hopper
 
     counts, lengths, heads = CASES[case]
     q, *rest, scale = moved(attention(counts, lengths, page=128, heads=heads, d=128, seed=len(case)), "cpu", dtype)
@@ -203,10 +204,11 @@ def test_it_on_a_gpu(case: str, dtype: torch.dtype, rotated: bool) -> None:
 @pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_on_a_gpu_with_keys_in_float8(case: str, rotated: bool, splits: int) -> None:
-    from dgraph.ops.paged_attention import in_float8
-    from dgraph.ops.triton import attention_float8, hopper
-    from dgraph.ops.triton.attention_tiling import Tiling
-    from dgraph.ops.triton.paged_attention import blocks_of, kernel
+    from dgraph.ops.attention.paged_attention import in_float8
+    from dgraph.ops.attention.triton import attention_float8
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.paged_attention import blocks_of, kernel
+    from dgraph.ops.triton import hopper
 
     counts, lengths, heads = CASES[case]
     q, *rest = in_float8(attention(counts, lengths, page=128, heads=heads, d=128, seed=len(case)))

@@ -51,7 +51,9 @@ def tilings(op: str, dtype: str = "bfloat16") -> list[Any]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", TUNED)
 def test_lists_are_short_and_begin_with_the_default(op: str, dtype: str) -> None:
-    from dgraph.ops.triton import attention_tiling, lm_head, partial_attention, rows_linear
+    from dgraph.ops.attention.triton import attention_tiling, partial_attention
+    from dgraph.ops.lm_head.triton import lm_head
+    from dgraph.ops.products.triton import rows_linear
     from dgraph.ops.triton.candidates import MOST, itemsize
 
     for shape in shapes(op, dtype):
@@ -124,7 +126,7 @@ def test_every_tiling_of_products_is_right(interpreted: Interpreter, rows: int) 
 
 @pytest.mark.release
 def test_every_tiling_of_logits_gives_the_same_tokens(interpreted: Interpreter) -> None:
-    from dgraph.ops.lm_head import decode_logits
+    from dgraph.ops.lm_head.lm_head import decode_logits
 
     h, weight, bias, masked, temperature, seed, _, suppress = heading(3)
     logits = torch.nn.functional.linear(h, weight, bias)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dgraph.cache.store import Store
+from dgraph.families.quantised import ROW_KINDS, quantised_rows
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops import OPS, Sample
-from dgraph.ops.compare_rows import cosine_of, sums_of
-from dgraph.ops.lm_head import decode_logits, gumbel
-from dgraph.ops.rows import slots_of
+from dgraph.ops.lm_head.lm_head import decode_logits, gumbel
+from dgraph.ops.padded import slots_of
+from dgraph.ops.selection.compare_rows import cosine_of, sums_of
 from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, Shape, chosen
-from dgraph.quantised import ROW_KINDS, quantised_rows
 from tests.ops.triton.keys import SELECTING
 from tests.ops.triton.mixtures import MIXING
 from tests.ops.triton.problems import (
@@ -181,7 +181,7 @@ def test_importance_at_the_sizes_of_models(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_logits_are_reduced_as_by_the_reference(dtype: torch.dtype) -> None:
-    from dgraph.ops.triton.lm_head import reduce_logits
+    from dgraph.ops.lm_head.triton.lm_head import reduce_logits
 
     generator = torch.Generator().manual_seed(0)
     for rows in (3, 40):
@@ -198,7 +198,7 @@ def test_logits_are_reduced_as_by_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("share", [-1.0, 0.03, 0.6, 1.1])
 def test_listed_rows_are_projected_as_all_rows_are(share: float, dtype: torch.dtype) -> None:
-    from dgraph.ops.triton.lm_head import kernel
+    from dgraph.ops.lm_head.triton.lm_head import kernel
 
     args = moved(heading(700, vocab=151_936, d=1024, chunk=300, share=share, heat=0.7), "cuda", dtype)
     args[1].mul_(1024**-0.5)
@@ -217,7 +217,7 @@ def test_listed_rows_are_projected_as_all_rows_are(share: float, dtype: torch.dt
 
 def test_noise_has_the_integer_part_of_the_reference() -> None:
     """With equal logits the token is the largest noise, over many seeds."""
-    from dgraph.ops.triton.lm_head import reduce_logits
+    from dgraph.ops.lm_head.triton.lm_head import reduce_logits
 
     rows, vocab = 4000, 3000
     seed = torch.randint(-(2**62), 2**62, (rows,), generator=torch.Generator().manual_seed(1)).cuda()

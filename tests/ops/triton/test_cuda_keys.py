@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dgraph.ops import OPS
-from dgraph.ops.sparse import DENSE, REPACK, SELECT
+from dgraph.ops.attention.sparse import DENSE, REPACK, SELECT
 from tests.ops.triton.keys import packing, scoring, voting
 from tests.ops.triton.problems import compare, expected, moved, mutated
 

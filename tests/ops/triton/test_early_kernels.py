@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.early import starts_early
-from dgraph.quantised import ROW_KINDS, Format, QuantisedRows, quantise, quantised_rows
+from dgraph.families.quantised import ROW_KINDS, Format, QuantisedRows, quantise, quantised_rows
+from dgraph.private.early_start import starts_early
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.problems import attention, moved
 
@@ -107,9 +107,10 @@ def test_another_maker_of_gpus_has_no_such_launches(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("splits", [1, 4])
 def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer writes what the one before it made into the same pages, and attends to it."""
-    from dgraph.ops.triton import paged_attention, rows
-    from dgraph.ops.triton.attention_tiling import Tiling
-    from dgraph.ops.triton.kv_write import kernel as write
+    from dgraph.ops.attention.triton import paged_attention
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
+    from dgraph.ops.kv.triton.kv_write import kernel as write
+    from dgraph.ops.triton import rows
 
     if not starts_early(torch.device("cuda", 0)):
         pytest.skip("needs a device whose kernels start early")
@@ -158,9 +159,9 @@ def test_a_captured_chain_of_kernels_gives_equal_bits(splits: int, monkeypatch: 
 @pytest.mark.parametrize("kind", [*ROW_KINDS, "int4", "bf16"])
 def test_a_captured_chain_of_products_gives_equal_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is placed while what makes its rows still runs, of which some are live, or none."""
+    from dgraph.ops.products.triton.rows_linear import kernel as linear
     from dgraph.ops.triton import rows as starting
     from dgraph.ops.triton.hopper import understood
-    from dgraph.ops.triton.rows_linear import kernel as linear
 
     device = torch.device("cuda", 0)
     if not understood(device):

@@ -13,9 +13,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgraph.errors import InputError
+from dgraph.families.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows
 from dgraph.ops import OPS
-from dgraph.ops.experts import gated
-from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, QuantisedWeight, quantise, quantised_rows
+from dgraph.ops.experts.experts import gated
 from tests.amounts import every_value
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
@@ -329,8 +329,8 @@ def test_experts_are_three_launches_and_two_products(monkeypatch: pytest.MonkeyP
     """On the meta device there are no values that a host could read; there a grouped product is of bf16 alone. Where
     experts have many rows, the products are the library's, and their activation a launch of its own.
     """
-    from dgraph.ops.triton import experts as module
-    from dgraph.ops.triton import grouped
+    from dgraph.ops.experts.triton import experts as module
+    from dgraph.ops.experts.triton import grouped
 
     seen: list[str] = []
     product, unit = "_multiply_rows_of_groups", "_multiply_units_of_groups"
@@ -354,7 +354,7 @@ def test_experts_are_three_launches_and_two_products(monkeypatch: pytest.MonkeyP
 
 
 def test_rows_of_8_bits_and_their_scales_are_spread_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dgraph.ops.triton import experts as module
+    from dgraph.ops.experts.triton import experts as module
 
     seen: list[str] = []
     monkeypatch.setattr(module, "_spread_rows", Launches("_spread_rows", seen))
@@ -368,7 +368,7 @@ def test_rows_of_8_bits_and_their_scales_are_spread_by_one_launch(monkeypatch: p
 
 
 def test_a_route_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dgraph.ops.triton import route as module
+    from dgraph.ops.experts.triton import route as module
 
     seen: list[str] = []
     monkeypatch.setattr(module, "_route", Launches("_route", seen))
@@ -385,7 +385,7 @@ def test_a_route_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(16, 64, 32), (32, 16, 64), (64, 128, 16)])
 def test_products_of_groups_of_any_size(interpreted: Interpreter, rows: int, columns: int, depth: int) -> None:
     """Groups of no row, of several tiles, up to the last row and not; rows that no group has are not written."""
-    from dgraph.ops.triton.stored import Tile
+    from dgraph.ops.products.triton.stored import Tile
 
     for groups, out, into, n in ((4, 40, 24, 90), (5, 16, 32, 7), (3, 130, 64, 70)):
         generator = torch.Generator().manual_seed(groups)
@@ -406,7 +406,7 @@ def test_products_of_groups_of_any_size(interpreted: Interpreter, rows: int, col
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(16, 64, 32), (32, 32, 64), (64, 128, 16)])
 def test_units_of_groups_of_any_size(interpreted: Interpreter, rows: int, columns: int, depth: int, silu: bool) -> None:
     """The product with its activation; a tile reads gate rows beyond their end, and rows of the next group."""
-    from dgraph.ops.triton.stored import Tile
+    from dgraph.ops.products.triton.stored import Tile
 
     for groups, size, into, n in ((4, 20, 24, 90), (5, 8, 32, 7), (3, 65, 64, 70)):
         x, weight = draw(n, into), draw(groups, 2 * size, into, seed=1) * into**-0.5
@@ -443,7 +443,7 @@ def numbers_by_group(
 def test_numbers_by_numbers_of_groups_of_any_size(
     interpreted: Interpreter, kind: str, high: int, sizes: tuple[int, ...], tile: tuple[int, ...]
 ) -> None:
-    from dgraph.ops.triton.stored import Tile
+    from dgraph.ops.products.triton.stored import Tile
 
     x, weight, ends = numbers_by_group(kind, *sizes, (high, WHOLE))
     found, _ = interpreted("grouped", (x, weight, ends), "multiply", tile=Tile(0, *tile, 4, 2))
@@ -468,7 +468,7 @@ def test_rows_that_no_group_has_are_not_written(interpreted: Interpreter, kind: 
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_which_kernel_multiplies_numbers_of_groups(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The one that loads in bulk, of few rows whose numbers lie as it wants them."""
-    from dgraph.ops.triton import experts_rounded, grouped
+    from dgraph.ops.experts.triton import experts_rounded, grouped
 
     def kernel(x: QuantisedRows, weight: QuantisedWeight, ends: Tensor) -> str:
         seen.clear()
@@ -493,7 +493,7 @@ def test_which_kernel_multiplies_numbers_of_groups(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_products_of_groups_do_not_pay_before_hopper(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    from dgraph.ops.triton import grouped
+    from dgraph.ops.experts.triton import grouped
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with FakeTensorMode():
@@ -502,7 +502,7 @@ def test_products_of_groups_do_not_pay_before_hopper(monkeypatch: pytest.MonkeyP
 
 
 def test_where_products_of_groups_pay() -> None:
-    from dgraph.ops.triton import grouped
+    from dgraph.ops.experts.triton import grouped
 
     x, weight = torch.zeros(6, 8), torch.zeros(2, 4, 8)
     assert grouped.pays(x, weight)

@@ -7,8 +7,8 @@ import torch
 
 from dgraph.errors import InputError
 from dgraph.ops import OPS
-from dgraph.ops.kv_write import in_float8, placed_samples
-from dgraph.ops.scales import FLOAT8, LEAST, scaled
+from dgraph.ops.kv.kv_write import in_float8, placed_samples
+from dgraph.ops.kv.scales import FLOAT8, LEAST, scaled
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected, moved, mutated
@@ -36,7 +36,7 @@ def test_they_compile_for_a_gpu_that_need_not_be_there() -> None:
 )
 def test_tiles_of_attention(n: int, b: int, heads: tuple[int, int], page: int, tile: tuple[int, int]) -> None:
     pytest.importorskip("triton")
-    from dgraph.ops.triton.attention_tiling import tiling_for
+    from dgraph.ops.attention.triton.attention_tiling import tiling_for
 
     found = tiling_for(n, b, heads, 128, page, 1280, 2, 132, stored=1)
     assert (found.block_m, found.block_n, found.warps) == (*tile, 4)

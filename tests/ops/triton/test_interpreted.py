@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dgraph.errors import InputError
+from dgraph.families.quantised import ROW_KINDS, quantised_rows
 from dgraph.ops import OPS, Sample
+from dgraph.ops.attention.paged_attention import in_float8
 from dgraph.ops.draws import pad_rows
-from dgraph.ops.lm_head import decode_logits
-from dgraph.ops.paged_attention import in_float8
-from dgraph.quantised import ROW_KINDS, quantised_rows
+from dgraph.ops.lm_head.lm_head import decode_logits
 from tests.amounts import every_pair, every_value
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import (
@@ -71,7 +71,7 @@ def test_importing_the_ops_does_not_import_triton() -> None:
 @every_pair(("block_n", (16, 32)), ("splits", (1, 3)), ("window", (1, 20, 200)))
 def test_windows_under_every_tiling(interpreted: Interpreter, block_n: int, splits: int, window: int) -> None:
     """Keys before and after those that all rows of a tile see, shares of what is in the window, none in it at all."""
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     args = attention((9, 0, 5, 2), (150, 0, 12, 33), page=8, d=16)
     limit = args[5]
@@ -87,7 +87,7 @@ def test_wide_heads_in_pages_that_are_read_in_bulk(
     interpreted: Interpreter, splits: int, window: int, d: int, parts: int
 ) -> None:
     """Limits end within a tile, whose other slots hold NaN."""
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     args = attention((9, 0, 5), (75, 0, 33), page=32, d=d, heads=(4, 2))
     tiling = Tiling(16, 32, splits, 8, 2, parts=parts)
@@ -120,7 +120,7 @@ def test_larger_calls(interpreted: Interpreter, name: str, args: tuple[Any, ...]
 
 @pytest.mark.parametrize(("block_m", "block_n", "splits"), [(16, 16, 1), (16, 32, 3), (64, 16, 8), (32, 16, 5)])
 def test_attention_in_any_tiles_and_shares(interpreted: Interpreter, block_m: int, block_n: int, splits: int) -> None:
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     args, tiling = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8), Tiling(block_m, block_n, splits, 4, 1)
     for call in (args, in_float8(args)):
@@ -144,7 +144,7 @@ def test_parts_of_values_that_pointers_read(
     interpreted: Interpreter, page: int, splits: int, d: int, window: int
 ) -> None:
     """Pages smaller than a block and as large; parts of equal width, of which the last is not full."""
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     args = attention((9, 0, 5, 2), (70, 0, 12, 33), page=page, d=d)
     tiling = Tiling(16, 16, splits, 4, 1, bulk=False, parts=2)
@@ -161,7 +161,7 @@ def test_attention_rotates_queries_that_it_loads(
     interpreted: Interpreter, block_m: int, splits: int, scale: float
 ) -> None:
     """Queries lie in rows of something wider, as those of a projection of q, k and v do; padding rows hold NaN."""
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     q, *rest, _ = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8)
     wide = torch.cat([q, torch.full_like(q, torch.nan)], 1)
@@ -184,7 +184,7 @@ def test_attention_rounds_the_rows_that_it_gives(
     interpreted: Interpreter, splits: int, heads: tuple[int, int], d: int, kind: str
 ) -> None:
     """The same numbers as of its own results; a row that sees nothing is zeros, one that is not finite has no scale."""
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     args, tiling = attention((9, 0, 5, 2), (70, 0, 12, 33), page=8, heads=heads, d=d), Tiling(16, 16, splits, 4, 1)
     args[5][3], live = 0, int(args[4][-1])
@@ -205,7 +205,7 @@ def test_attention_rounds_the_rows_that_it_gives(
 
 def test_what_is_not_finite_stays_so_in_a_share_of_no_weight(interpreted: Interpreter) -> None:
     """The last keys score so low that their weight is zero; shares that no key is in leave no trace."""
-    from dgraph.ops.triton.attention_tiling import Tiling
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
 
     q, k_cache, v_cache, table, *rest = attention((2, 2), (40, 40), page=8, heads=(2, 2), padding=0)
     k_cache[:] = 0
@@ -234,7 +234,7 @@ def test_a_limit_beyond_the_page_table_reads_nothing_outside(interpreted: Interp
 def test_partial_attention_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, least: int, few: int, block_n: int, splits: int, bulk: bool
 ) -> None:
-    from dgraph.ops.triton import attention_tiling, partial_attention
+    from dgraph.ops.attention.triton import attention_tiling, partial_attention
 
     exact = attention_tiling.Tiling(block_m, 16, splits, 4, 1, bulk)
     tiling = partial_attention.Tiling(exact, block_n, 1, least, few, changes=16)
@@ -301,7 +301,7 @@ def test_rows_of_any_alignment_are_copied(interpreted: Interpreter) -> None:
 
 @pytest.mark.parametrize(("block", "splits"), [(64, 1), (64, 7), (1024, 3)])
 def test_a_vocabulary_in_any_shares(interpreted: Interpreter, block: int, splits: int) -> None:
-    from dgraph.ops.triton.lm_head import Tiling
+    from dgraph.ops.lm_head.triton.lm_head import Tiling
 
     h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
     logits = torch.nn.functional.linear(h, weight, bias)
@@ -359,7 +359,7 @@ def test_masked_rows_are_listed(interpreted: Interpreter, count: int) -> None:
 
 
 def test_chunks_after_the_last_masked_row_read_and_write_nothing(interpreted: Interpreter) -> None:
-    from dgraph.ops.triton.lm_head_rows import Listed
+    from dgraph.ops.lm_head.triton.lm_head_rows import Listed
 
     index, counts = torch.full((4,), 1 << 30, dtype=torch.int32), torch.tensor([4, 0], dtype=torch.int32)
     none = Listed(index, counts)
@@ -373,8 +373,8 @@ def test_chunks_after_the_last_masked_row_read_and_write_nothing(interpreted: In
 
 @pytest.mark.parametrize(("splits", "programs"), [(1, 3), (3, 7), (2, 1)])
 def test_listed_rows_in_any_shares_and_programs(interpreted: Interpreter, splits: int, programs: int) -> None:
-    from dgraph.ops.triton.lm_head import Tiling
-    from dgraph.ops.triton.lm_head_rows import Listed
+    from dgraph.ops.lm_head.triton.lm_head import Tiling
+    from dgraph.ops.lm_head.triton.lm_head_rows import Listed
 
     h, weight, bias, masked, temperature, seed, _, suppress = heading(13)
     index = torch.tensor([*range(11, 0, -1), 99, 99], dtype=torch.int32)
@@ -389,7 +389,7 @@ def test_listed_rows_in_any_shares_and_programs(interpreted: Interpreter, splits
 
 
 def test_many_rows_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dgraph.ops.triton import lm_head
+    from dgraph.ops.lm_head.triton import lm_head
 
     seen: list[tuple[str, int]] = []
     for name in ("_all_rows", "_listed_rows"):
@@ -420,7 +420,7 @@ def test_wrong_settings_are_reported_as_by_the_references(interpreted: Interpret
 def test_a_product_in_any_tiles_and_shares(
     interpreted: Interpreter, name: str, rows: int, bulk: bool, splits: int
 ) -> None:
-    from dgraph.ops.triton.rows_linear import Tiles, Tiling
+    from dgraph.ops.products.triton.rows_linear import Tiles, Tiling
 
     args = product(rows, 100, 144, 112, bias=rows == 33)
     few, some = Tiles(32, 32, 16, 1, up_to=32, weight_first=True), Tiles(16, 64, 16, 1, up_to=48)
@@ -451,8 +451,8 @@ def test_a_unit_of_few_rows_of_16_bits_is_the_product_of_a_library(interpreted: 
 
 
 def test_the_cases_of_a_product_follow_each_other() -> None:
-    from dgraph.ops.triton.product_cases import ANY
-    from dgraph.ops.triton.rows_linear import Tiles, Tiling
+    from dgraph.ops.products.triton.product_cases import ANY
+    from dgraph.ops.products.triton.rows_linear import Tiles, Tiling
 
     cases = [(above, up_to, tiles.rows, tiles.columns) for above, up_to, tiles in Tiling().cases()]
     assert cases == [(0, 16, 16, 128), (16, 32, 32, 128), (32, 64, 64, 128), (64, 768, 128, 128), (768, ANY, 128, 256)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
 from tests.amounts import every_value
 from tests.ops.test_sparse_scores import ALL, Call, call_of
 from tests.ops.triton.interpreter import Interpreter
@@ -48,7 +48,7 @@ def test_votes_in_any_tiles_and_shares(
     resident: int,
     cuts: bool,
 ) -> None:
-    from dgraph.ops.triton.kv_votes import Tiling
+    from dgraph.ops.kv.triton.kv_votes import Tiling
 
     call = call_of(sum(sizes), [SELECT, DENSE, SELECT, SELECT], heads, (50, 9, 0, 21), cuts)
     check(interpreted, call, 0.4, first, last, tiling=Tiling(*sizes, warps=4, stages=1, resident=resident))

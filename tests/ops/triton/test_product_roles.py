@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgraph.families.quantised import ROW_KINDS, Format, quantise, quantised_rows
 from dgraph.ops import OPS
-from dgraph.quantised import ROW_KINDS, Format, quantise, quantised_rows
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
 from tests.ops.triton.problems import compare, expected, flat, product, settled
@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="needs Triton")
 @pytest.mark.parametrize("itemsize", [1, 2], ids=["8 bits", "16 bits"])
 @pytest.mark.parametrize("pair", [False, True], ids=["linear", "unit"])
 def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool, itemsize: int) -> None:
-    from dgraph.ops.triton import product_cases as of
+    from dgraph.ops.products.triton import product_cases as of
 
     for rows in (1, 15, 16, 17, 32, 33, 64, 65, 128, 5000, of.ANY):
         fitting = [case for case in of.cases(pair, itemsize) if case.above < rows <= case.up_to]
@@ -45,7 +45,7 @@ def test_every_number_of_rows_has_tiles_that_the_ring_holds(pair: bool, itemsize
 @pytest.mark.parametrize("pair", [False, True], ids=["linear", "unit"])
 def test_boxes_fill_what_the_ring_has_for_a_tile(pair: bool) -> None:
     """Each row of the weight comes once. In a unit half of the columns are gate's, and up's are the same ones."""
-    from dgraph.ops.triton import product_cases as of
+    from dgraph.ops.products.triton import product_cases as of
 
     for case in of.cases(pair):
         boxes = [tuple(map(int, box)) for box in of._boxes(case.rows, case.columns, pair)]
@@ -60,7 +60,7 @@ def test_boxes_fill_what_the_ring_has_for_a_tile(pair: bool) -> None:
 
 def chosen(rows: int, d_out: int, deep: int, pair: bool, itemsize: int) -> tuple[int, int, int]:
     """Rows and columns of the tile that a product takes on a device of 132 multiprocessors, and shares at most."""
-    from dgraph.ops.triton import product_cases as of
+    from dgraph.ops.products.triton import product_cases as of
 
     def run(function: Any, names: dict[str, Any]) -> Any:
         return FunctionType(function.fn.__code__, names)
@@ -120,7 +120,7 @@ def test_division_in_floating_point_is_that_of_integers() -> None:
 )
 def test_which_units_are_one_product(monkeypatch: pytest.MonkeyPatch, rows: int, roles: bool, taken: str) -> None:
     """Of some numbers of rows the library's product and an activation after it take less time."""
-    from dgraph.ops.triton import rows_glu
+    from dgraph.ops.products.triton import rows_glu
 
     monkeypatch.setattr(rows_glu.product_roles, "fits", lambda x, weight: roles)
     monkeypatch.setattr(rows_glu, "launch", lambda *args, **options: "ours")
@@ -131,7 +131,7 @@ def test_which_units_are_one_product(monkeypatch: pytest.MonkeyPatch, rows: int,
 
 @pytest.mark.parametrize("name", ["rows_linear", "rows_glu"])
 def test_elsewhere_the_tiling_is_one_of_tiles(interpreted: Interpreter, name: str) -> None:
-    from dgraph.ops.triton.rows_linear import WIDE
+    from dgraph.ops.products.triton.rows_linear import WIDE
 
     args = product(33, 50, 48, 80)
     result, _ = interpreted(name, args, tiling=replace(WIDE, roles=True))
@@ -181,7 +181,7 @@ def on_a_gpu(name: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any,
 @pytest.mark.parametrize("size", SIZES)
 def test_it_on_a_gpu(size: str, name: str, bias: bool, dtype: torch.dtype) -> None:
     """Rows that are not live hold NaN, and so does what lies beside x; equal calls give equal bits."""
-    from dgraph.ops.triton import product_roles
+    from dgraph.ops.products.triton import product_roles
 
     d_in, d_out, counts = SIZES[size]
     for rows in counts:
@@ -198,8 +198,8 @@ def test_it_on_a_gpu(size: str, name: str, bias: bool, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("name", ["rows_linear", "rows_glu"])
 def test_every_case_on_a_gpu(name: str) -> None:
     """Also where another would have been faster."""
-    from dgraph.ops.triton import product_cases
-    from dgraph.ops.triton import product_roles as roles
+    from dgraph.ops.products.triton import product_cases
+    from dgraph.ops.products.triton import product_roles as roles
 
     pair = name == "rows_glu"
     for case in product_cases.cases(pair):
@@ -219,8 +219,8 @@ def test_every_case_on_a_gpu(name: str) -> None:
 @pytest.mark.parametrize("pair", [False, True], ids=["linear", "unit"])
 def test_every_case_of_numbers_of_8_bits_on_a_gpu(pair: bool, kind: str) -> None:
     """Also where another would have been faster."""
-    from dgraph.ops.triton import product_cases
-    from dgraph.ops.triton import product_roles as roles
+    from dgraph.ops.products.triton import product_cases
+    from dgraph.ops.products.triton import product_roles as roles
 
     for case in product_cases.cases(pair, 1):
         for d_in, d_out in ((12288, 256), (208, 1040)):

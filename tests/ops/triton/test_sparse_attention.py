@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from dgraph.families.quantised import ROW_KINDS, quantised_rows
 from dgraph.ops import OPS
-from dgraph.ops.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.ops.sparse_draws import draw, in_float8
-from dgraph.quantised import ROW_KINDS, quantised_rows
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.ops.attention.sparse_draws import draw, in_float8
 from tests.amounts import every_value
 from tests.ops.test_sparse_attention import random_call
 from tests.ops.triton.interpreter import Interpreter
@@ -44,8 +44,8 @@ def run(interpreted: Interpreter, args: tuple[Any, ...], **options: Any) -> None
 def test_interpreted_in_any_tiles_and_shares(
     interpreted: Interpreter, block_m: int, block_n: int, splits: int, bulk: bool
 ) -> None:
-    from dgraph.ops.triton import attention_tiling
-    from dgraph.ops.triton.sparse_attention import Tiling
+    from dgraph.ops.attention.triton import attention_tiling
+    from dgraph.ops.attention.triton.sparse_attention import Tiling
 
     sizes = attention_tiling.Tiling(block_m, block_n, splits, 4, 1, bulk)
     for sees_all in (False, True):
@@ -58,8 +58,8 @@ def test_interpreted_in_any_tiles_and_shares(
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_interpreted_rounding_what_it_gives(interpreted: Interpreter, kind: str, splits: int) -> None:
     """Of sequences that see all their rows as well, which are added after the shares, and of those that see none."""
-    from dgraph.ops.triton import attention_tiling
-    from dgraph.ops.triton.sparse_attention import Tiling
+    from dgraph.ops.attention.triton import attention_tiling
+    from dgraph.ops.attention.triton.sparse_attention import Tiling
 
     sizes = attention_tiling.Tiling(16, 8, splits, 4, 1, True)
     for sees_all in (False, True):
@@ -102,8 +102,8 @@ def test_interpreted_limits_beyond_everything_read_nothing_outside(interpreted: 
 
 @pytest.mark.parametrize("limit", [0, 15, 16, 17, 31, 48])
 def test_interpreted_limits_at_the_borders_of_blocks(interpreted: Interpreter, limit: int) -> None:
-    from dgraph.ops.triton import attention_tiling
-    from dgraph.ops.triton.sparse_attention import Tiling
+    from dgraph.ops.attention.triton import attention_tiling
+    from dgraph.ops.attention.triton.sparse_attention import Tiling
 
     sizes = attention_tiling.Tiling(16, 16, 1, 4, 1)
     options = {"actions": [DENSE, REUSE], "rows": [2, 2], "windows": [(0, 0), (0, 48)], "counts": [[0], [3]]}
@@ -115,8 +115,8 @@ def test_interpreted_limits_at_the_borders_of_blocks(interpreted: Interpreter, l
 
 def test_interpreted_many_sequences_and_blocks_of_keys(interpreted: Interpreter) -> None:
     """More blocks of key rows than are compared with the limits at once."""
-    from dgraph.ops.triton import attention_tiling
-    from dgraph.ops.triton.sparse_attention import Tiling
+    from dgraph.ops.attention.triton import attention_tiling
+    from dgraph.ops.attention.triton.sparse_attention import Tiling
 
     sizes = attention_tiling.Tiling(16, 2, 1, 4, 1, False)
     few = {"actions": [DENSE], "rows": [2], "windows": [(0, 0)], "counts": [[0]], "keys": [1030], "group": 1, "d": 8}
@@ -130,7 +130,7 @@ def test_interpreted_many_sequences_and_blocks_of_keys(interpreted: Interpreter)
 
 
 def test_shares_are_not_added_up_next_to_dense_sequences() -> None:
-    from dgraph.ops.triton.sparse_attention import tiling_for
+    from dgraph.ops.attention.triton.sparse_attention import tiling_for
 
     sizes = 8, 1, (32, 32), 128, 32 * 2048, 2, 132
     assert tiling_for(*sizes, dense=False).kept.splits > 1

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgraph.families.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
 from dgraph.ops import OPS, Op, Sample
 from dgraph.ops.draws import cu_rows_of
-from dgraph.ops.stored import multiply
-from dgraph.quantised import ROW_KINDS, WHOLE, Format, QuantisedRows, quantise, quantised_rows
+from dgraph.ops.products.stored import multiply
 from tests.amounts import every_value
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.interpreter import Interpreter
@@ -101,7 +101,7 @@ def test_tiles_over_all_rows_and_over_some(
 @every_value(("format", (*FORMATS, Format("int4", (1, 32)))), ("pair", [False, True]))
 def test_tiles_that_several_programs_share(interpreted: Interpreter, format: Format, pair: bool) -> None:
     """Eight shares of a tile, the last one shorter, where a CPU counts as four multiprocessors."""
-    from dgraph.ops.triton.stored import Tile
+    from dgraph.ops.products.triton.stored import Tile
 
     draw = torch.Generator().manual_seed(8)
     weight, x = quantise(torch.randn((24, 984), generator=draw), format), torch.randn((9, 984), generator=draw)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgraph.ops.triton.words import FP8, INT4
-from dgraph.quantised import WHOLE, Format, quantise
+from dgraph.families.quantised import WHOLE, Format, quantise
+from dgraph.ops.products.triton.words import FP8, INT4
 from tests.ops.triton.compiled import found_by
 
 
@@ -40,8 +40,8 @@ def test_which_calls_it_takes(
     monkeypatch: pytest.MonkeyPatch, taken: bool, rows: int, words: int, changes: dict[str, int]
 ) -> None:
     """Few rows by numbers of 8 bits, many, and numbers that are scaled one by one are the other kernel's."""
-    from dgraph.ops.triton import stored_roles
-    from dgraph.ops.triton.stored import Layout
+    from dgraph.ops.products.triton import stored_roles
+    from dgraph.ops.products.triton.stored import Layout
 
     x, weight = given(rows)
     of = replace(Layout.of(weight, 128, torch.bfloat16), words=words, **changes)
@@ -51,8 +51,8 @@ def test_which_calls_it_takes(
 
 
 def test_rows_that_the_copy_engine_cannot_read_are_the_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dgraph.ops.triton import stored_roles
-    from dgraph.ops.triton.stored import Layout
+    from dgraph.ops.products.triton import stored_roles
+    from dgraph.ops.products.triton.stored import Layout
 
     monkeypatch.setattr(stored_roles, "understood", lambda device: True)
     for columns, taken in ((256, True), (264, False)):  # 4-bit numbers of a row take 128 bytes, or 132
@@ -64,7 +64,7 @@ def test_rows_that_the_copy_engine_cannot_read_are_the_other_kernels(monkeypatch
 @pytest.mark.parametrize(("rows", "as_it_is"), [(1, True), (128, True), (200, True), (300, False)])
 def test_of_which_rows_a_weight_is_dequantised(monkeypatch: pytest.MonkeyPatch, rows: int, as_it_is: bool) -> None:
     """Where no kernel is fast; without the one in roles that is from 129 rows on."""
-    from dgraph.ops.triton import stored, stored_roles
+    from dgraph.ops.products.triton import stored, stored_roles
 
     x, weight = given(rows)
     monkeypatch.setattr(stored, "dequantised", lambda weight, dtype: "dequantised")
@@ -102,8 +102,9 @@ KINDS = {
 @pytest.mark.parametrize(("d_in", "d_out"), [(1024, 1536), (416, 200), (4096, 256)])
 def test_it_on_a_gpu(kind: str, d_in: int, d_out: int) -> None:
     """Rows that are not live hold NaN; equal calls give equal bits."""
-    from dgraph.ops.triton import hopper, stored_roles
-    from dgraph.ops.triton.stored import Layout
+    from dgraph.ops.products.triton import stored_roles
+    from dgraph.ops.products.triton.stored import Layout
+    from dgraph.ops.triton import hopper
 
     if not hopper.understood(torch.device("cuda", 0)):
         pytest.skip("needs a GPU of compute capability 9.0")

@@ -1,0 +1,403 @@
+"""A model under a recipe, compiled: the result of `optimize`, and the results of its generation."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from dgraph.compiler.arguments import arguments_of, check_keywords
+from dgraph.compiler.phases import graph_of_phase, rewrite, routed_blocks, scoring
+from dgraph.compiler.prompts import Prompts, encode_prompts, is_single
+from dgraph.engine.build import EngineSettings, build_engine
+from dgraph.engine.engine import Engine
+from dgraph.engine.memory.profile import profile
+from dgraph.errors import InputError
+from dgraph.families import Model
+from dgraph.ir.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.chunks import CHUNK_ROWS
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.kernels import Kernels
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.stage import run_steps
+from dgraph.lowering.traced import TraceCompiler
+from dgraph.lowering.tuning import Tuning
+from dgraph.ops.statistics import Statistic
+from dgraph.passes.base import Report
+from dgraph.passes.manager import run_passes
+from dgraph.passes.measure_rows import MeasureRows
+from dgraph.private.triton import target_of
+from dgraph.ranks.groups import ranks_of
+from dgraph.recipes import Recipe
+from dgraph.runtime.checks import canvases_of, check_modes, ids_of
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
+from dgraph.runtime.kv.store import page_size_for
+from dgraph.runtime.loop.session import LOGITS, BlockSession, measuring
+from dgraph.runtime.policies import Mixture, statistics_of
+from dgraph.runtime.results import Progress, SequenceKV
+from dgraph.runtime.sampling.stops import says_stop, trim
+from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.settings import settings_of
+from dgraph.types.card import Card, Described, counted, quoted
+
+_DECODING = arguments_of(Decoding)
+_SHOWN = 3
+"""Responses that the description of a result has."""
+
+
+@dataclass(frozen=True, repr=False)
+class Result(Described):
+    """Result of `generate`.
+
+    Attributes:
+        texts: per prompt the response text; None without a tokenizer.
+        token_ids: per prompt the response ids, the stop token left out.
+        stats: counts and times; see `GenerationStats`.
+        kv: per prompt its keys and values, if `keep_kv` was set.
+    """
+
+    texts: list[str] | None
+    token_ids: list[list[int]]
+    stats: GenerationStats
+    kv: list[SequenceKV] | None = None
+
+    def card(self) -> Card:
+        """See `Described`."""
+        shown = map(quoted, self.texts) if self.texts is not None else (str(ids[:12])[:60] for ids in self.token_ids)
+        facts = [(f"{index}", text) for index, text in zip(range(_SHOWN), shown, strict=False)]
+        more = len(self.token_ids) - len(facts)
+        facts += [("...", f"{more:,} more")] if more > 0 else []
+        done = f"{self.stats.tokens_per_step:.2f} tokens per step, {self.stats.total:.2f} s"
+        title = f"Result of {counted(len(self.token_ids), 'prompt')}: {counted(self.stats.tokens, 'token')}, {done}"
+        return Card(title, (*facts, ("use", ".texts, .token_ids, .stats")))
+
+
+class Optimized(Described):
+    """A model under a recipe, ready to generate.
+
+    Attributes:
+        model: the captured model.
+        spec: its facts.
+        recipe: the recipe as a value.
+        phases: per phase its graphs and reports.
+        compiler: the compiler of the regions; its `compiled`, `loaded` and `reused` count them by origin.
+        graph_pool: the CUDA graphs of the stages, recorded as their buckets are met; None where there are none. Prompts
+            of many rows have none (see `GRAPH_ROWS`).
+        tuning: tilings of kernels that were chosen by timing them; None where kernels take their own.
+        kernels: the compiled kernels of our ops; its `compiled` names those that Triton compiled for this program.
+        transitions: compiles the transition between two steps if it is captured; None if it runs op by op.
+        programs: the lowered program of each phase.
+        page_size: positions of a KV page.
+        ranks: the group of ranks that holds the model; see `dgraph.ranks.groups`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        captured: Graph,
+        recipe: Recipe,
+        compiler: RegionCompiler,
+        buckets: Buckets,
+        graphs: bool = True,
+        tuning: Tuning | None = None,
+        kernels: Kernels | None = None,
+        transitions: TraceCompiler | None = None,
+    ):
+        self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
+        self.phases = rewrite(captured, recipe)
+        self.compiler, self._buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
+        self.kernels = kernels or Kernels(target_of(captured.device), None)
+        self.page_size = page_size_for(self.spec.block_length, captured.device)
+        self.ranks = ranks = ranks_of(captured.sharding)
+        self.graph_pool = GraphPool() if graphs and captured.device.type == "cuda" and ranks.recordable else None
+        self.programs = {name: self._lower(phase.graph, name == "prefill") for name, phase in self.phases.items()}
+        self._in_use, self._preparing = threading.Lock(), threading.Lock()
+        self._engine: tuple[weakref.ref[Engine], threading.Thread] | None = None  # the user of the programs
+        self._session = BlockSession(
+            self.spec,
+            self.programs,
+            block_cache=recipe.block_cache,  # type: ignore[arg-type]
+            recommit=recipe.recommit,
+            plan=recipe.plan,
+            kv=recipe.kv,
+            device=captured.device,
+            page_size=self.page_size,
+            pool=self.graph_pool,
+            compiler=transitions,
+            ranks=ranks,
+        )
+
+    def with_logit_rows(self, rows: int) -> Optimized:
+        """Return the same model with the logits of at most `rows` rows at a time.
+
+        Weights and compiled regions are shared; KV pages and CUDA graphs are not.
+
+        Raises:
+            InputError: below 1, or a recipe that keeps all logits.
+        """
+        if self.recipe.logit_rows is None:
+            raise InputError(f"recipe {self.recipe.name!r} has no bound on rows of logits; add the pass ChunkLMHead.")
+        recipe, graphs = self.recipe.with_logit_rows(rows), self.graph_pool is not None
+        shared = self.compiler, self._buckets, graphs, self.tuning, self.kernels, self.transitions
+        return Optimized(self.model, self.captured, recipe, *shared)
+
+    def _lower(self, graph: Graph, prompts: bool = False) -> LoweredProgram:
+        """prompts: it forwards prompts alone."""
+        pool = self.graph_pool
+        # The steps of a block-causal model forward blocks, of whatever number of sequences, and short prompts: all run
+        # as CUDA graphs.
+        whole = pool is not None and not prompts and self.spec.attention == "block_causal"
+        return LoweredProgram(
+            graph,
+            self.compiler,
+            self._buckets,
+            run_steps if pool is None else pool.runner,
+            self.tuning,
+            None if whole else CHUNK_ROWS,
+            graph_rows=GRAPH_ROWS if prompts else None,
+            name="prefill" if prompts else "step",
+        )
+
+    def card(self) -> Card:
+        """See `Described`."""
+        spec, program = self.spec, next(iter(self.programs.values()))
+        phases = (
+            (name, f"rows {' -> '.join(s.rows for s in p.stages)}; {counted(len(p.graph.calls), 'call')}")
+            for name, p in self.programs.items()
+        )
+        facts = (
+            ("model", f"{spec.family}, {counted(spec.layers, 'layer')}, blocks of {spec.block_length}"),
+            ("recipe", f"{self.recipe.name}, block_cache={self.recipe.block_cache!r}, recommit={self.recipe.recommit}"),
+            ("weights", self.model.weights_text),
+            ("first", " > ".join(self.captured.history)),
+            ("device", f"{self.captured.device}, {self.compiler.backend}, buckets {program.buckets.to_json()}"),
+            *phases,
+            ("use", "generate(TEXT).texts" if self.model.tokenizer is not None else "generate(input_ids=[[5, 6]])"),
+            ("", "engine(), report, print(dgraph.explain(optimized))"),
+        )
+        return Card(f"Optimized {self.model.name} under {self.recipe.name}", facts)
+
+    @property
+    def report(self) -> dict[str, tuple[Report, ...]]:
+        """Per phase what each pass did."""
+        return {name: phase.reports for name, phase in self.phases.items()}
+
+    def graph(self, phase: str = "step", after: str | None = None) -> Graph:
+        """The graph of a phase, at its end or after one of its passes.
+
+        Raises:
+            UnknownName: no such phase or pass.
+        """
+        return graph_of_phase(self.phases, phase, after)
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        decoding: Decoding | None = None,
+        *,
+        input_ids: Sequence[Sequence[int]] | Tensor | None = None,
+        canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None = None,
+        max_batch: int | None = None,
+        keep_kv: bool = False,
+        observer: Callable[[StepRecord], None] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        **settings: Any,
+    ) -> Result:
+        """Continue prompts; each result is what the prompt alone would give.
+
+            opt.generate("Sort these words: river stone", threshold=0.9, stop=["####"])
+            opt.generate(prompts, dgraph.Decoding(policy="dream_entropy", steps=16, max_new_tokens=256))
+            opt.generate([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}])
+
+        Args:
+            prompts: one text or several, framed by the model's chat template. Or a conversation, a list of messages
+                {"role": ..., "content": ...}; or a list of conversations.
+            decoding: settings of decoding; see `Decoding`.
+            input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
+            canvas: for one text, the beginning of its response as far as it is fixed (infilling): ids, and None for
+                free positions. All positions after it are free. For several prompts, or for ids, such a list for each,
+                or None. Fixed tokens are there from the first step on and never change; a stop token among them ends
+                the response.
+            max_batch: prompts at a time; None for all at once.
+            keep_kv: return each sequence's keys and values.
+            observer: called with a record of every step; slows decoding.
+            progress: called after every step.
+            settings: instead of a `Decoding`, its fields by keyword: max_new_tokens, threshold, steps, policy,
+                block_length, temperature, top_p, top_k, sampler, ignore_eos, min_tokens, stop, seed.
+
+        Raises:
+            UnknownName: an unknown setting, policy, or option that the policy has not. The message says what a setting
+                of another library is here.
+            InputError: a prompt or setting that cannot be used; nothing has run then.
+        """
+        check_keywords("setting of Decoding", settings, _DECODING, arguments_of(Optimized.generate))
+        if (prompts is None) == (input_ids is None):
+            raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
+        chosen = Decoding.of(decoding, settings).for_model(self.spec)
+        if chosen.stop and self.model.tokenizer is None:
+            raise InputError(
+                f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
+            )
+        ids = ids_of(input_ids)
+        if prompts is not None:
+            ids = encode_prompts(prompts, self.model.tokenizer, self.model.name)
+        tokenizer = self.model.tokenizer
+
+        def stopped(final: Sequence[int]) -> bool:
+            assert tokenizer is not None
+            return says_stop(tokenizer, final, chosen.stop, chosen.min_tokens)
+
+        self._prepare([chosen])
+        with self._used_by("generate"), self.kernels.remembered():
+            generation = self._session.generate(
+                ids,
+                chosen,
+                canvases=canvases_of("" if is_single(prompts) else prompts, canvas),
+                max_batch=max_batch,
+                keep_kv=keep_kv,
+                observer=observer,
+                progress=progress,
+                stopped=stopped if tokenizer is not None and chosen.stop else None,
+            )
+        if tokenizer is None:
+            return Result(None, generation.token_ids, generation.stats, generation.kv)
+        cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens) for ids in generation.token_ids]
+        return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
+
+    def engine(self, settings: EngineSettings | None = None, **keywords: Any) -> Engine:
+        """An engine: requests that come and go, decoded together, each as it would be alone.
+
+            with opt.engine(max_sequences=16) as engine:
+                responses = engine.generate(prompts, max_new_tokens=64)
+
+        While it is open, the model belongs to it: `generate` and a second engine are refused. An engine without
+        references closes when its requests have ended.
+
+        Args:
+            settings: see `EngineSettings`.
+            keywords: instead, its fields by keyword.
+
+        Raises:
+            InputError: a setting out of range, or a model that is in use.
+            UnknownName: an unknown setting or policy.
+        """
+        check_keywords("setting of EngineSettings", keywords, arguments_of(EngineSettings), ("settings",))
+        chosen = settings_of(EngineSettings, settings, keywords)
+        if chosen.max_logit_rows not in (None, self.recipe.logit_rows):
+            return self.with_logit_rows(chosen.max_logit_rows).engine(chosen)
+        block = chosen.block_length or self.spec.block_length
+        if any(block % routed for routed in routed_blocks(self.captured)):
+            # A prompt may end within a routed block, whose rows would share experts with those of the first step.
+            chosen = replace(chosen, max_mixed_rows=0)
+        occupied = ExitStack()
+        occupied.enter_context(self._used_by("engine"))
+        occupied.callback(self._session.give_back)
+        try:
+            occupied.enter_context(self.kernels.remembered())
+            made = build_engine(
+                self._session,
+                chosen,
+                model=self.model.name,
+                recipe=self.recipe.name,
+                tokenizer=self.model.tokenizer,
+                encode=lambda text: encode_prompts(text, self.model.tokenizer, self.model.name)[0],
+                prepare=self._prepare,
+                occupied=lambda: occupied,
+                profiled=lambda rows, sequences: profile(self, rows, sequences=sequences, steps=True),
+                scoring=lambda: LoweredProgram(scoring(self.captured), RegionCompiler("eager"), Buckets()),
+            )
+            self._engine = weakref.ref(made), made.thread
+            return made
+        except BaseException:
+            occupied.close()
+            raise
+
+    @contextmanager
+    def _used_by(self, what: str) -> Iterator[None]:
+        """Hold the programs, which share buffers, for one user at a time.
+
+        An engine without references is waited for, since it is about to give them back; its own thread does not wait.
+        """
+        engine, thread = self._engine or (None, None)
+        left = engine is not None and engine() is None and thread is not threading.current_thread()
+        if not self._in_use.acquire(blocking=left):
+            raise InputError(
+                f"the model is in use, by an engine that is open or by a call in another thread: {what} must wait. "
+                f"Close the engine first, or give the requests to it (Engine.generate)."
+            )
+        try:
+            yield
+        finally:
+            self._engine = None
+            self._in_use.release()
+
+    def _prepare(self, decodings: Sequence[Decoding]) -> None:
+        """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, or
+        for statistics that policies ask for. Threads that ask an engine for the same at once wait for the first.
+        """
+        for chosen in decodings:
+            check_modes(self.spec, chosen.rule, chosen.sampling)
+        policy = Mixture.of([chosen.rule for chosen in decodings])
+        asked = statistics_of(policy)
+        variant = LOGITS if any(chosen.sampling.needs_logits for chosen in decodings) else measuring(policy)
+        if not variant or "logits" in self.programs["step"].output_names:
+            return
+        if variant not in self._session.variants:
+            with self._preparing:
+                if variant not in self._session.variants:
+                    self._session.variants[variant] = self._lowered_as(variant, asked)
+
+    def _lowered_as(self, variant: str, asked: tuple[Statistic, ...]) -> dict[str, LoweredProgram]:
+        """The programs of a step that leave their logits, or compute statistics."""
+        if variant == LOGITS:
+            rewritten = rewrite(self.captured, self.recipe.keeping_logits())
+            graphs = {name: phase.graph for name, phase in rewritten.items()}
+        else:
+            graphs = {name: phase.graph.copy() for name, phase in self.phases.items()}
+        graphs = {name: graph for name, graph in graphs.items() if name in ("step", "select")}
+        if variant != LOGITS:
+            for graph in graphs.values():
+                run_passes(graph, [MeasureRows(asked)])
+        return {name: self._lower(graph) for name, graph in graphs.items()}
+
+    def warm_up(
+        self,
+        batch: int,
+        tokens: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        decoding: Decoding | None = None,
+        **settings: Any,
+    ) -> int:
+        """Capture ahead every CUDA graph of steps and prompts that batches of up to `batch` sequences can need.
+
+        Tilings of kernels are timed first for shapes that have no choice in the artifact cache (see `optimize`, tune).
+        The transition between steps is compiled for one decoding rule.
+
+        Args:
+            batch: sequences at a time.
+            tokens: positions per sequence to make KV pages for, and room for packed keys, prompt and response together;
+                None for the model's longest.
+            progress: called with (buckets done, buckets in all).
+            decoding: how later calls of `generate` decode; other rules work as well, and their transitions are compiled
+                once they have run often.
+            settings: instead, fields of a `Decoding` by keyword.
+
+        Returns:
+            The number of buckets that were run; see `graph_pool` for what was captured and what did not fit.
+
+        Raises:
+            InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
+        """
+        with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
+            check_keywords("setting of Decoding", settings, _DECODING, arguments_of(Optimized.warm_up))
+            chosen = Decoding.of(decoding, settings).for_model(self.spec)
+            self._prepare([chosen])
+            positions = self.spec.max_positions if tokens is None else tokens
+            return self._session.warm_up(batch, positions, progress, chosen)

@@ -1,0 +1,21 @@
+"""Static batches: the next one starts when the last of this one has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dgraph.engine.scheduling.jobs import Job
+from dgraph.engine.scheduling.schedulers.base import SchedulePolicy, View
+
+
+@dataclass(frozen=True)
+class Static(SchedulePolicy):
+    """Requests are admitted only while no slot was busy, as many as there are slots and pages for.
+
+    Rows go by order of admission. A request sits out at most the steps that those of its batch before it still need.
+    """
+
+    name = "static"
+
+    def admits(self, job: Job, view: View) -> bool:
+        return view.before == 0

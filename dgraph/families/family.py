@@ -1,0 +1,457 @@
+"""Model families: found through the entry-point group `dgraph.models`, never imported by name.
+
+An entry point is a `Family` or an `Embedded` model. A family adopts model objects and loads checkpoint folders. An
+embedded model is a name for a folder that is installed with its package. Another project adds a family by declaring an
+entry point of that group.
+
+A new family takes one file. If a class of transformers computes the same function as the model, the file states the
+differences. From then on checkpoint folders load and model objects are adopted:
+
+    from dgraph.models.remote_code import RemoteCodeFamily, require
+
+    FACTS = {"mask_id": 5, "eos_ids": (2,), "pad_id": 0, "block_length": 32,
+             "attention": "bidirectional", "logit_shift": 0}  # hold where the folder is silent; None: ask
+
+    def translate(config, folder):                            # config.json in the native config's keys
+        require(config, "norm", ("rms",), "LlamaForCausalLM") # or refused, by the key's name
+        return {**config, "hidden_size": config["width"], "num_hidden_layers": config["depth"]}
+
+    def stored(name):                                         # a parameter's name in the checkpoint
+        return name.replace("model.layers.", "net.").replace("self_attn.", "attention.")
+
+    family = RemoteCodeFamily("mine", "one line for `dgraph models`", "MineForDiffusion", "LlamaForCausalLM",
+                              FACTS, translate, stored)
+
+and in the package's pyproject.toml: `[project.entry-points."dgraph.models"]`, `mine = "package.mine:family"`.
+For a model that no class of transformers computes, write the two methods of `Family` instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dgraph.errors import CaptureError, CheckpointError, InputError, PluginError, UnknownName, warn
+from dgraph.families.adapters import Adapter
+from dgraph.families.architectures import unsupported
+from dgraph.families.hub import CONFIG, folder_of_id, is_id
+from dgraph.families.weights import WeightSource, read_all, weights_of
+from dgraph.plans.calibration import FILE, apply_calibration
+from dgraph.plugins import entry_points, refusal
+from dgraph.plugins import load as load_entry
+from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
+from dgraph.spec import FACTS, ModelSpec
+from dgraph.types.card import Card, Described, counted
+from dgraph.types.texts import check_text as check_text
+
+GROUP = "dgraph.models"
+DIFFERENCE = "difference.safetensors"
+"""File of a checkpoint folder with weights as a difference from an autoregressive model.
+
+That model's tokenizer is the folder's, too, unless the folder has its own.
+"""
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back, in the model's chat form."""
+
+    def encode(self, prompt: str) -> list[int]:
+        """Ids of a user's prompt, framed as the model was trained to read it; empty only for an empty prompt."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of response ids, special tokens left out."""
+        ...
+
+
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer for a server, whose clients have conversations and texts without a frame.
+
+    It may also have `bytes_of(token) -> bytes | None`, the bytes in UTF-8 that an id stands for, from which clients
+    read parts of characters. Further `longest_token_bytes`, the most bytes of a text that one id stands for, None for
+    no bound; `prepare()`, which a server calls before it has clients; and `encode_part(text)`, see `encode_part`. Its
+    `encode_chat` may take more by name, such as tools; see `dgraph.models.tokenizer.FileTokenizer`.
+    """
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of messages {"role", "content"}, up to where the assistant's next turn begins.
+
+        A message that contains the text of a special token is encoded as text. Raises `InputError` for a conversation
+        that has no form.
+        """
+        ...
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text as it is, after the ids that begin every text; a special token's text is encoded as text."""
+        ...
+
+
+def encode_part(tokenizer: ChatTokenizer, text: str) -> list[int]:
+    """Ids of a text that follows other ids: without the ids that begin every text, if the tokenizer separates them."""
+    return list(getattr(tokenizer, "encode_part", tokenizer.encode_text)(text))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Model(Described):
+    """A model that can be captured.
+
+    Attributes:
+        name: for messages and dumps.
+        module: `forward(input_ids i64[b, t], position_ids i64[b, t]) -> logits [b, t, vocab]`.
+        spec: its facts.
+        tokenizer: None for a model that was given as an object.
+        prefix: dotted path before the weights' names within `module`.
+        hints: roles of weights in tensor parallelism that their layers do not declare, by a pattern of the name in the
+            graph; see `dgraph.passes.ShardTensorParallel`.
+        weights: source of parameters of `module` that only stand for stored ones: all of them, see `Family.open`; or
+            those that a checkpoint stores quantised, which a captured graph reads as they are.
+        adapter: by which it drafts, see `ModelSpec.adapter`; None: by its own weights.
+        stored_dtype: of the weights in the checkpoint that it was loaded from; None where no checkpoint says.
+    """
+
+    name: str
+    module: nn.Module
+    spec: ModelSpec
+    tokenizer: Tokenizer | None = None
+    prefix: str = ""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    weights: WeightSource | None = None
+    adapter: Adapter | None = None
+    stored_dtype: torch.dtype | None = None
+
+    def card(self) -> Card:
+        """See `Described`."""
+        spec, weight = self.spec, next(self.module.parameters(), None)
+        facts = (
+            ("weights", self.weights_text),
+            ("device", "" if weight is None else str(weight.device)),
+            ("blocks", f"{spec.block_length} tokens, {spec.attention}"),
+            ("positions", f"{spec.max_positions:,}"),
+            ("tokenizer", "none: give tokenizer=" if self.tokenizer is None else type(self.tokenizer).__name__),
+            ("use", "dgraph.optimize(model, recipe), dgraph.capture(model)"),
+        )
+        return Card(f"Model {self.name}: {spec.family}, {counted(spec.layers, 'layer')} of {spec.hidden}", facts)
+
+    @property
+    def weights_text(self) -> str:
+        """The dtype of its weights, and that of the checkpoint where it is another one; for display."""
+        here, there = dtype_name(self.spec.dtype), dtype_name(self.stored_dtype)
+        same = self.stored_dtype in (None, self.spec.dtype)
+        return here if same else f"{here} (the checkpoint has {there}; dtype='auto' keeps that)"
+
+
+class Family(Protocol):
+    """A family of models: how it is adopted and opened.
+
+    A family may also have `read_tokenizer(given: object) -> Tokenizer | None`: the tokenizer that a folder (a `Path`)
+    or an object of another library is; None where it knows neither. See `tokenizer_of`.
+
+    It may also have `architectures: tuple[str, ...]`, the classes that config.json names of what it opens: messages
+    list them.
+    """
+
+    name: str
+    summary: str
+
+    def adopt(self, model: Any, **facts: Any) -> Model | None:
+        """A model object of this family, sharing its tensors; None if it is of another family.
+
+        `facts` override fields of the spec (mask_id, block_length, ...).
+        """
+        ...
+
+    def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        """A checkpoint folder (an absolute path) of this family; None if its config names another family.
+
+        Its parameters are `dgraph.families.weights.hollow`, of this dtype (None: that of the checkpoint) and on this
+        device. They stand for the weights in `Model.weights`: a caller that loads the model reads all of them, a rank
+        its parts. A family may also give parameters that are read already, and no `Model.weights`. `facts` are as in
+        `adopt`.
+        """
+        ...
+
+    def random(self, seed: int = 0) -> Model:
+        """A model of this family with few random weights, in fp32 on the CPU, whose decoding is not trivial: what
+        `dgraph.testing` checks methods on."""
+        ...
+
+
+class Exam(Protocol):
+    """Tasks with one right answer that an embedded model was trained on, and prompts of them that it never saw.
+
+    Attributes:
+        names: the tasks.
+        hard: further tasks, by names of their own: harder than those of the training, so that methods can be told
+            apart.
+        new_tokens: length of a response that every answer fits into.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def hard(self) -> tuple[str, ...]: ...
+
+    @property
+    def new_tokens(self) -> int: ...
+
+    def draw(self, task: str, count: int, seed: int) -> list[tuple[str, str]]:
+        """Distinct held-out prompts and their answers, the same for the same seed.
+
+        Raises:
+            ValueError: an unknown task, or one that has fewer held-out prompts.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A trained model that is installed with a package.
+
+    Attributes:
+        name: the name by which it is loaded.
+        folder: its checkpoint, with stored held-out prompts in held_out.jsonl.
+        summary: one line for `dgraph models`.
+        exam: the tasks that it can solve; None for a model without tasks.
+    """
+
+    name: str
+    folder: Path
+    summary: str
+    exam: Exam | None = None
+
+
+def _entries() -> dict[str, Family | Embedded]:
+    """Usable entries of the group by name; warns of each entry that cannot be used."""
+    found: dict[str, Family | Embedded] = {}
+    for name in entry_points(GROUP):
+        try:
+            entry = load_entry(GROUP, name)
+            if isinstance(entry, type) or not (isinstance(entry, Embedded) or _is_family(entry)):
+                raise refusal(GROUP, name, f"is no Family and no Embedded (an object, not a class), got {entry!r}")
+        except PluginError as error:
+            warn(str(error))
+        else:
+            found[name] = entry
+    return found
+
+
+def _is_family(entry: Any) -> bool:
+    named = all(isinstance(getattr(entry, name, None), str) for name in ("name", "summary"))
+    return named and all(callable(getattr(entry, name, None)) for name in ("adopt", "open"))
+
+
+def families() -> dict[str, Family]:
+    """Every family by name."""
+    return {name: e for name, e in _entries().items() if not isinstance(e, Embedded)}
+
+
+def embedded() -> dict[str, Embedded]:
+    """Every embedded model by name."""
+    return {name: e for name, e in _entries().items() if isinstance(e, Embedded)}
+
+
+def resolve(
+    model: Any,
+    dtype: DtypeLike = None,
+    device: str | torch.device | None = None,
+    *,
+    opened: bool = False,
+    **facts: Any,
+) -> Model:
+    """Return the `Model` that a name, a folder or an object stands for.
+
+    Args:
+        model: the name of an embedded model, a checkpoint folder or an id of a checkpoint (see `dgraph.families.hub`).
+            Or a model object of a known family, or a `Model`.
+        dtype: of the loaded weights, as a torch.dtype or by name ("float32", "bfloat16", "float16"; "bf16" and the
+            like). "auto" is the checkpoint's own. None is float32 on a CPU, and the checkpoint's own on a GPU. An
+            object keeps its dtype, so another one is refused for it.
+        device: where to load; None for "cpu". An object stays where it is, so another one is refused for it.
+        opened: leave the weights of a name or folder where they are stored; see `Family.open`.
+        facts: fields of the spec (`dgraph.spec.FACTS`) that hold instead of what the model says.
+
+    Raises:
+        UnknownName: a name that is neither an embedded model nor a folder, or a fact that no caller can give.
+        InputError: a fact that is missing or out of range, or a device that is not there. A dtype or device that an
+            object does not have. A `Model` whose weights were not read, unless `opened`.
+        CheckpointError: a folder that no family loads, or that is damaged.
+        CaptureError: an object that no family adopts.
+    """
+    for name in facts:
+        if name not in FACTS:
+            raise UnknownName("fact", name, FACTS)
+    if isinstance(model, Model):
+        if model.weights is not None and not model.weights.all_quantised and not opened:
+            raise InputError(
+                f"the weights of {model.name} were left where they are stored (opened=True). They are read where a "
+                f"model is divided over ranks or its weights are quantised: give mesh or weights to dgraph.optimize, "
+                f"or load it without."
+            )
+        found = replace(model, spec=replace(model.spec, **facts)) if facts else model
+        return _as_it_is(_adapted(found) if "adapter" in facts else found, dtype, device)
+    if isinstance(model, (str, Path)):
+        return load(model, dtype, device, opened=opened, **facts)
+    for family in families().values():
+        adopted = family.adopt(model, **facts)
+        if adopted is not None:
+            return _as_it_is(_adapted(adopted), dtype, device)
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    raise CaptureError(
+        f"no family adopts {kind}; known: {', '.join(families())}. Wrap a module with forward(input_ids, position_ids) "
+        f"-> logits in dgraph.Model(name, module, spec), or register a family in the entry-point group {GROUP!r}."
+    )
+
+
+def load(
+    name: str | Path,
+    dtype: DtypeLike = None,
+    device: str | torch.device | None = None,
+    *,
+    opened: bool = False,
+    **facts: Any,
+) -> Model:
+    """Load an embedded model by name or a checkpoint folder by path; see `resolve`.
+
+    Warns of a calibration in the folder that cannot be used, and goes on without.
+    """
+    chosen, target = torch_dtype(dtype), torch_device(device) or torch.device("cpu")
+    folder = folder_of(name)
+    if isinstance(chosen, torch.dtype) and not chosen.is_floating_point:
+        raise CheckpointError(f"cannot load {name} as {chosen}; weights must be float32, bfloat16 or float16.")
+    if chosen is None and target.type == "cpu":
+        chosen = torch.float32
+    for family in families().values():
+        found = family.open(folder, None if chosen == AUTO else chosen, target, **facts)
+        if found is None:
+            continue
+        found = replace(found, stored_dtype=_stored_dtype(found))
+        if found.weights is not None and not opened:
+            read_all(weights_of(found.module, found.prefix), found.weights)
+            found = replace(found, weights=found.weights.quantised())
+        if isinstance(name, str) and is_id(name):
+            found = replace(found, name=name.rpartition("/")[2])  # the folder's is that of a revision
+        found = _adapted(found, folder)
+        return found if "layer_importance" in facts else _calibrated(found, folder)
+    raise CheckpointError(f"no family loads {folder}: {unsupported(folder / CONFIG, families().values())}")
+
+
+def tokenizer_of(given: Any) -> Tokenizer:
+    """Return a tokenizer for a folder or an object.
+
+    Args:
+        given: a folder with tokenizer files, an object that a family reads (a tokenizer of transformers), or a
+            `Tokenizer`.
+
+    Raises:
+        CheckpointError: a folder without a tokenizer, or a damaged one.
+        InputError: an object of another kind.
+    """
+    source = Path(os.path.abspath(given)) if isinstance(given, (str, Path)) else given
+    for family in families().values():
+        read = getattr(family, "read_tokenizer", None)
+        found = None if read is None else read(source)
+        if found is not None:
+            return found
+    if isinstance(source, Path):
+        raise CheckpointError(
+            f"tokenizer={str(given)!r} is no folder with a tokenizer; give one with tokenizer.json, or the object."
+        )
+    methods = (getattr(given, name, None) for name in ("encode", "decode"))
+    if isinstance(given, type) or not all(map(callable, methods)):
+        raise InputError(
+            f"tokenizer is a folder, a tokenizer of transformers, or an object with encode(text) -> ids and "
+            f"decode(ids) -> text, got {given!r}."
+        )
+    return given
+
+
+def _stored_dtype(model: Model) -> torch.dtype | None:
+    """The dtype in which a checkpoint stores the weights that are not quantised, as its largest one has it."""
+    plain = [] if model.weights is None else [tensor for _, _, tensor in model.weights.stored()]
+    return max(plain, key=torch.Tensor.numel).dtype if plain else None
+
+
+def _as_it_is(model: Model, dtype: DtypeLike, device: str | torch.device | None) -> Model:
+    """A model that was made elsewhere.
+
+    Raises:
+        InputError: another dtype or device was asked for than it has.
+    """
+    wanted, where = torch_dtype(dtype), torch_device(device)
+    if wanted not in (None, AUTO, model.spec.dtype):
+        name = dtype_name(wanted)
+        raise InputError(
+            f"{model.name} is an object with weights in {dtype_name(model.spec.dtype)}, got dtype={name!r}, which is "
+            f"for names and folders; leave it out, or give the module after module.to(torch.{name})."
+        )
+    weight = next(model.module.parameters(), None)
+    if where is not None and weight is not None and _place(where) != _place(weight.device):
+        raise InputError(
+            f"{model.name} is an object on {weight.device}, got device={str(where)!r}, which is for names and folders; "
+            f"leave it out, or give the module after module.to({str(where)!r})."
+        )
+    return model
+
+
+def _place(device: torch.device) -> tuple[str, int]:
+    return device.type, device.index or 0
+
+
+def folder_of(name: str | Path) -> Path:
+    """The folder of an embedded model or a checkpoint, read no further than that it may be one.
+
+    Raises:
+        UnknownName, CheckpointError: no such model, or no such folder; an id of a checkpoint that is not in the cache,
+            see `dgraph.families.hub`.
+    """
+    if isinstance(name, str) and is_id(name):
+        return folder_of_id(name)
+    folder = embedded()[str(name)].folder if str(name) in embedded() else Path(os.path.abspath(name))
+    if not folder.is_dir():
+        if "/" in str(name) or folder.exists():
+            raise CheckpointError(
+                f"{name} is not a checkpoint folder. Give a folder with config.json, or one of: "
+                f"{', '.join(embedded())}."
+            )
+        raise UnknownName("model", str(name), embedded())
+    if not (folder / CONFIG).is_file():
+        below = f" Give one of the revisions in {folder / 'snapshots'}." if (folder / "snapshots").is_dir() else ""
+        raise CheckpointError(
+            f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.{below}"
+        )
+    return folder
+
+
+def _adapted(model: Model, folder: Path | None = None) -> Model:
+    """The model with the adapter that its spec names, in that folder or anywhere.
+
+    Raises:
+        CheckpointError: no family of the model that reads adapters, or what that raises.
+    """
+    name = model.spec.adapter
+    if not name:
+        return replace(model, adapter=None)
+    read = getattr(families().get(model.spec.family), "read_adapter", None)
+    if read is None:
+        raise CheckpointError(f"adapter={name!r}: the family {model.spec.family} reads no adapters; leave it out.")
+    inside = None if folder is None else folder / name
+    return replace(model, adapter=read(model, inside if inside is not None and inside.is_dir() else Path(name)))
+
+
+def _calibrated(model: Model, folder: Path) -> Model:
+    """The model with the importance of its layers, if that was measured."""
+    path = folder / FILE
+    if not path.is_file():
+        return model
+    try:
+        return replace(model, spec=apply_calibration(path, model.spec))
+    except CheckpointError as error:
+        warn(f"{error} Until then no layer counts as more important than another.")
+        return model

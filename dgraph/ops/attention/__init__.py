@@ -1,0 +1,1 @@
+"""Attention over rows, pages, packed entries and sparse keys."""

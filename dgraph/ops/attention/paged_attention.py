@@ -1,0 +1,250 @@
+"""dgraph::paged_attention: attention of rows over the paged cache of their sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import InputError
+from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
+from dgraph.ops.kv.scales import FLOAT8, check_scale, scaled, unscaled
+from dgraph.ops.padded import attend, check_heads, check_window, hidden_keys, mask_of, padded_length
+from dgraph.ops.per_stage import per_stage
+from dgraph.ops.registry import Sample, define, numeric
+
+CONTRACT = """\
+Row i sees the cache positions [0, limit[i]) of its sequence, and of these, where there is a window, those after
+origin[i] - window: the row itself or its block begins at origin. Position p of sequence s lives at
+cache[page_table[s, p // page], p % page].
+q [N, Hq, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N];
+origin i32[N], or None with window 0 -> [N, Hq, D] in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
+Scores q.k * scale and sums in fp32 at least.
+Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], by head: a key stands for
+k_scale times what is stored, a value for v_scale times that, multiplied in fp32 into score and weight.
+A row with limit 0, and a padding row, gives zeros. Padding rows may hold anything. A slot that no row of the
+sequence sees may hold anything, NaN included; table entries past the last page that a row sees are not read.
+Deterministic. The reference pads each sequence to lengths that depend on nothing but its own rows and
+limits, so that a sequence gives the same bits alone and in any batch."""
+
+
+def reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_rows: Tensor,
+    limit: Tensor,
+    scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    origin: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
+    check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
+    check_window("paged_attention", origin, window)
+    for cache, by in ((k_cache, k_scale), (v_cache, v_scale)):
+        check_scale("paged_attention", cache, by)
+    out = q.new_zeros(q.shape)
+    wide = q if k_scale is None else q.to(numeric(q.dtype))
+    for s in _sequences(page_table, cu_rows, limit, k_cache.shape[1], wide.dtype):
+        keys, values = (s.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
+        mask, blind = s.mask, None
+        if mask is None or origin is not None:
+            end = _filled_up(limit[s.rows])[None]
+            since = None if origin is None else _filled_up(origin[s.rows])[None]
+            hidden = hidden_keys(s.slots[None], end, since, window)
+            mask, blind = mask_of(hidden, wide.dtype), end <= 0 if origin is None else hidden.all(dim=2)
+        found = attend(_filled_up(wide[s.rows])[None], keys, values, mask, blind, scale)
+        out[s.rows] = found[0, : s.count].to(q.dtype)
+    return out
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """Arguments of attention over one sequence, shared by all layers.
+
+    Attributes:
+        rows: its rows.
+        count: number of its rows.
+        pages: i64[n], pages of its first `length` positions, filled up to a number that depends on `length` alone.
+        length: number of positions that any of its rows sees.
+        slots: i64[K], the positions in those pages.
+        mask: [1, 1, K], see `attend`, if all rows see the same; else None, because it would take too much memory.
+    """
+
+    rows: slice
+    count: int
+    pages: Tensor
+    length: int
+    slots: Tensor
+    mask: Tensor | None
+
+    def taken(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Keys or values [1, K, Hkv, D] of the positions in those pages, in order and in `dtype` if there are scales.
+
+        They are zeros from `length` on.
+        """
+        values = cache.index_select(0, self.pages).flatten(0, 1)
+        if scale is not None:
+            values = unscaled(values, scale.index_select(0, self.pages).flatten(0, 1), dtype)
+        if self.length < len(values):
+            values[self.length :] = 0  # unwritten slots may hold NaN, which no mask hides
+        return values[None]
+
+
+@per_stage
+def _sequences(page_table: Tensor, cu_rows: Tensor, limit: Tensor, page: int, dtype: torch.dtype) -> list[_Sequence]:
+    """Sequences with a row that sees at least one position."""
+    starts, limits = cu_rows.tolist(), limit.tolist()
+    found = []
+    for s, table in enumerate(page_table.tolist()):
+        rows = slice(starts[s], starts[s + 1])
+        ends = limits[rows]
+        length = max(ends, default=0)
+        if length <= 0:
+            continue
+        pages = torch.tensor(_pages(table, length, page), device=limit.device)
+        slots = torch.arange(len(pages) * page, device=limit.device)
+        mask = mask_of((slots >= length)[None, None], dtype) if min(ends) == length else None
+        found.append(_Sequence(rows, len(ends), pages, length, slots, mask))
+    return found
+
+
+def _pages(table: list[int], length: int, page: int) -> list[int]:
+    """Pages of a sequence's first `length` positions, filled up to a number that depends on `length` alone.
+
+    Raises:
+        InputError: the table is too short, or has no page for one of these positions.
+    """
+    if length > len(table) * page:
+        raise InputError(
+            f"dgraph::paged_attention: a row sees {length} positions, but the page table holds "
+            f"{len(table)} pages of {page}. Pass a wider page table."
+        )
+    pages = table[: -(-length // page)]
+    if min(pages) < 0:
+        raise InputError(
+            "dgraph::paged_attention: a row sees a position in a page that its sequence does not have (its "
+            "page_table entry is negative). Assign and write every page below the limit first."
+        )
+    return pages + [0] * (-(-padded_length(length, 64) // page) - len(pages))
+
+
+def _filled_up(values: Tensor) -> Tensor:
+    """Fill up the rows of a sequence to their padded number with copies of its first row."""
+    more = padded_length(len(values)) - len(values)
+    return torch.cat([values, values[:1].expand(more, *values.shape[1:])]) if more else values
+
+
+def fake(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, *rest: Any) -> int:
+    """Bytes that a call allocates beside its result.
+
+    On a GPU: the shares that are added up if the keys of a sequence are divided. On a CPU: the keys and values of a
+    sequence and of the one before it; a sequence's rows before and after; and positions and mask of every sequence.
+    """
+    page, heads, width = k_cache.shape[1:]
+    if device.type == "cuda":
+        from dgraph.ops.attention.triton.attention_tiling import share_bytes
+
+        sizes = q.element_size(), k_cache.element_size()
+        return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, *sizes, device)
+    b, keys = page_table.shape[0], page_table.shape[1] * page
+    values, size = 4 * keys * heads * width + 2 * q.numel() // max(b, 1), q.element_size()
+    if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a sequence's results in fp32, too
+        size = max(size, 4)
+        values += keys * heads * width + q.numel() + q.numel() // max(b, 1)
+    return size * values + b * keys * (8 + size)
+
+
+def samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, counts, limits, page, hq, hkv, d in (
+        ("decode step", (4, 4), (20, 12), 8, 4, 2, 16),
+        ("ragged, an empty sequence, limits inside a page", (5, 0, 9, 1), (7, 3, 130, 1), 16, 4, 4, 8),
+        ("no rows", (0, 0), (0, 0), 4, 2, 1, 8),
+        ("limit 0", (2, 3), (0, 5), 4, 3, 1, 10),
+    ):
+        per_row = torch.tensor(limits).repeat_interleave(torch.tensor(counts)).int()
+        yield _sample(name, counts, per_row, page, hq, hkv, d, generator)
+    mixed = torch.tensor([8, 8, 12, 12, 0, 3, 5]).int()
+    two = _sample("two limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, generator)
+    yield two
+    origin = torch.tensor([7, 7, 9, 9, 0, 2, 4]).int()
+    assert two.padded is not None
+    yield Sample("windows", (*two.args, None, None, origin, 3), (*two.padded, None, None, pad_rows(origin, 5), 3))
+    yield _ring(generator)
+    for sample in (two, _sample("one row", (1,), torch.tensor([70]).int(), 16, 6, 2, 20, generator)):
+        assert sample.padded is not None
+        yield Sample(f"{sample.name}, float8", in_float8(sample.args), in_float8(sample.padded))
+
+
+def _ring(generator: torch.Generator) -> Sample:
+    """Sample of rows that see a window; positions behind it have given their pages to later ones."""
+    counts, ends, page, window, ring = (4, 3), (25, 20), 4, 3, 2
+    at = torch.tensor([p for n, end in zip(counts, ends, strict=True) for p in range(end - n, end)]).int()
+    table = torch.tensor(
+        [[s * ring + column % ring for column in range(-(-max(ends) // page))] for s in range(2)]
+    ).int()
+    q = torch.randn(len(at), 4, 8, generator=generator)
+    k_cache, v_cache = (torch.randn(2 * ring, page, 2, 8, generator=generator) for _ in range(2))
+    rest = (k_cache, v_cache, table, cu_rows_of(counts))
+    limit, windows = at + 1, (0.3, None, None)
+    padded = (pad_rows(q, 5), *rest, pad_rows(limit, 5), *windows, pad_rows(at, 5), window)
+    return Sample("windows over a ring of pages", (q, *rest, limit, *windows, at, window), padded)
+
+
+def in_float8(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Convert the caches of a call, its second and third arguments, to float8, and append their scales."""
+    q, *caches = args[:3]
+    (k_cache, k_scale), (v_cache, v_scale) = map(scaled, caches)
+    return q, k_cache, v_cache, *args[3:], k_scale, v_scale
+
+
+def _sample(
+    name: str,
+    counts: tuple[int, ...],
+    limit: Tensor,
+    page: int,
+    hq: int,
+    hkv: int,
+    d: int,
+    generator: torch.Generator,
+) -> Sample:
+    cu_rows = cu_rows_of(counts)
+    longest = [max([0, *part.tolist()]) for part in limit.split(list(counts))]
+    table, pages = page_table_of(longest, page, generator)
+    q = torch.randn(len(limit), hq, d, generator=generator)
+    k_cache, v_cache = (torch.full((pages, page, hkv, d), float("nan")) for _ in range(2))
+    for s, length in enumerate(longest):
+        for p in range(length):
+            for cache in (k_cache, v_cache):
+                cache[table[s, p // page], p % page] = torch.randn(hkv, d, generator=generator)
+    scale = d**-0.5
+    return Sample(
+        name,
+        (q, k_cache, v_cache, table, cu_rows, limit, scale),
+        (pad_rows(q, 5), k_cache, v_cache, table, cu_rows, pad_rows(limit, 5), scale),
+    )
+
+
+OP = define(
+    "paged_attention",
+    reference,
+    samples=samples,
+    contract=CONTRACT,
+    fake=fake,
+    count="cu_rows",
+    scales={"k_cache": "k_scale", "v_cache": "v_scale"},
+    padding=(0,),
+    kernel="dgraph.ops.attention.triton.paged_attention:kernel",
+    rounds=True,
+    tuning="dgraph.ops.triton.candidates:ATTENTION",
+    workspace=workspace,
+)

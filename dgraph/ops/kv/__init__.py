@@ -1,0 +1,1 @@
+"""Writes and reads of paged caches, scores of keys, and the packing of kept entries."""

@@ -1,0 +1,1 @@
+"""The LM head in chunks, reduced to tokens and confidences."""

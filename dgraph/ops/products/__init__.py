@@ -1,0 +1,1 @@
+"""Products of rows and weights, as they are or quantised."""

@@ -1,0 +1,1 @@
+"""Norms and rotations, row by row."""

@@ -1,0 +1,1 @@
+"""Selection of rows: importance, drift, eviction, and lists of kept rows."""

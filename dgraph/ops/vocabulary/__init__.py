@@ -1,0 +1,1 @@
+"""Embeddings, and LM heads whose logits are mixed back into embeddings."""

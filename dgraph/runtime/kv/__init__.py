@@ -1,0 +1,1 @@
+"""Keys and values of sequences: paged caches, packed entries, and page tables."""

@@ -1,0 +1,197 @@
+"""Inputs that the decode loop offers to programs: one table of the inputs that it computes for each step.
+
+A program reads an input by declaring it (`InputSpec`). Inputs that no program reads are not computed. Rows that pad a
+step belong to no sequence: their tokens, positions and limits are 0, their flags False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import LoweringError
+from dgraph.ops.attention.sparse import REUSE
+from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.sampling.random_numbers import row_seeds, uniform
+from dgraph.runtime.state.base import DecodeState
+from dgraph.runtime.state.packed_rows import StepRows, offsets_of
+from dgraph.types.shapes import InputSpec
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step that is about to run.
+
+    Attributes:
+        rows, state, rule: its rows, the state of its sequences, and how they are decoded.
+        keys: number of rows of `key_positions`; None: one for each position of the canvas.
+    """
+
+    rows: StepRows
+    state: DecodeState
+    rule: Rule
+    keys: int | None = None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An input that the decode loop has.
+
+    Attributes:
+        dtype, per: as an `InputSpec` declares them.
+        value: computes it; None if the caches hold it.
+        needs: requirement on the session; "" for none. "plan": a row plan; "hides": a row plan that hides rows;
+            "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised).
+        fixed: True of a rule under which it stays as it is before the first step.
+        late: True if it is computed right before the programs that read it, and not with every step.
+    """
+
+    dtype: torch.dtype
+    per: str
+    value: Callable[[Moment], Tensor] | None
+    needs: str = ""
+    fixed: Callable[[Rule], bool] = lambda rule: False
+    late: bool = False
+
+
+def _given(value: Tensor | None) -> Tensor:
+    assert value is not None, "the session has no plan for it"
+    return value
+
+
+def _temperature(at: Moment) -> Tensor:
+    policy, state = at.rule.policy, at.state
+    heat = policy.heat(state.forwards, state.kind, state.settings) if policy.renoises else state.temperature
+    return heat[at.rows.sequence]
+
+
+def _seed(at: Moment) -> Tensor:
+    rows, state = at.rows, at.state
+    if not at.rule.draws:
+        return torch.zeros(len(rows.masked), dtype=torch.int64, device=rows.masked.device)
+    return row_seeds(state.keys[rows.sequence].T, rows.positions, state.counter[rows.sequence])
+
+
+def _average(at: Moment) -> Tensor:
+    average, script = at.state.average, at.rule.script
+    if script is None or not any(spec.name == "script" for spec in at.rule.inputs):
+        return average
+    # Where nothing may be evicted (a full step), the script does not change that.
+    return torch.where(average.isinf(), average, script.budget(at.state))
+
+
+def _script(at: Moment) -> Tensor:
+    script = at.rule.script
+    if script is not None:
+        return script.scores(at.rows, at.state)
+    return torch.zeros(len(at.rows.masked), device=at.rows.masked.device)
+
+
+def _adapt(at: Moment) -> Tensor:
+    # If a prompt is recomputed, the response's other rows keep their entries (MaskKV A.9, algorithm 5).
+    return _given(at.state.action)[at.rows.sequence] == REUSE
+
+
+def _drafted(at: Moment) -> Tensor:
+    return at.state.drafted(at.rule.policy)[at.rows.sequence] & (at.rows.column >= 0) & at.rows.live
+
+
+def _key_positions(at: Moment) -> Tensor:
+    seen = at.state.seen_keys()
+    size = seen.numel() if at.keys is None else min(at.keys, seen.numel())
+    index = torch.nonzero_static(seen.flatten(), size=size, fill_value=0)[:, 0]
+    return index % seen.shape[1]
+
+
+OFFERS: dict[str, Offer] = {
+    # Rows: token, position, positions that it sees (those before `limit`), and its two flags (see `StepRows`).
+    "input_ids": Offer(torch.int64, "row", lambda at: at.rows.input_ids),
+    "positions": Offer(torch.int64, "row", lambda at: at.rows.positions),
+    "limit": Offer(torch.int32, "row", lambda at: at.rows.limit),
+    "masked": Offer(torch.bool, "row", lambda at: at.rows.masked),
+    "candidate": Offer(torch.bool, "row", lambda at: at.rows.candidate),
+    "cu_rows": Offer(torch.int32, "offsets", lambda at: at.rows.cu_rows),
+    # The row's prediction is a draft, which a later step verifies.
+    "drafted": Offer(torch.bool, "row", _drafted),
+    # Everything is recomputed for the row; its token was decoded in the step before, or `full`.
+    "full": Offer(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
+    "changed": Offer(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),
+    # The row is encoded (else denoised); the position from which windows count back.
+    "encoded": Offer(torch.bool, "row", lambda at: _given(at.rows.encoded), needs="modes"),
+    "origin": Offer(torch.int32, "row", lambda at: _given(at.rows.origin), needs="modes"),
+    # Places of the rows' keys in the pages of their sequences.
+    "slots": Offer(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
+    # Draws: see `dgraph.runtime.sampling.random_numbers`.
+    "temperature": Offer(torch.float32, "row", _temperature, fixed=lambda rule: not rule.draws),
+    "seed": Offer(torch.int64, "row", _seed, fixed=lambda rule: not rule.draws),
+    "noise": Offer(torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda rule: not rule.select_noise),
+    "script": Offer(torch.float32, "row", _script),
+    # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive),
+    # steps of the sequence and of its current block before this one, and tokens per step in the block so far.
+    "prompt_end": Offer(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda rule: True),
+    "response_end": Offer(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda rule: True),
+    "block_start": Offer(torch.int32, "sequence", lambda at: at.state.start.int()),
+    "block_end": Offer(torch.int32, "sequence", lambda at: (at.state.start + at.state.block).int()),
+    "step": Offer(torch.int32, "sequence", lambda at: at.state.counter.int()),
+    "block_step": Offer(torch.int32, "sequence", lambda at: at.state.forwards.int()),
+    "average": Offer(torch.float32, "sequence", _average),
+    # Keys: the cache's pages; positions that are always seen, and the action on the others
+    # (`dgraph.ops.attention.sparse`).
+    "page_table": Offer(torch.int32, "sequence", None),
+    "pack_start": Offer(torch.int32, "constant", None, needs="kv"),
+    "window": Offer(torch.int32, "sequence", lambda at: _given(at.state.window), needs="kv"),
+    "action": Offer(torch.int32, "sequence", lambda at: _given(at.state.action), needs="kv"),
+    "adapt": Offer(torch.bool, "row", _adapt, needs="kv"),
+    # All positions that rows of a sequence may see, if it does not reuse packed keys.
+    "key_positions": Offer(torch.int64, "key", _key_positions, needs="kv", late=True),
+    "cu_keys": Offer(
+        torch.int32, "offsets", lambda at: offsets_of(at.state.seen_keys().sum(dim=1)), needs="kv", late=True
+    ),
+}
+"""Inputs by name; a name means the same in every program and on every family."""
+
+
+def computed(names: Iterable[str], at: Moment, late: bool | None = None, fixed: bool = True) -> dict[str, Tensor]:
+    """Compute the named inputs that the loop offers; other names are left out.
+
+    late: only those that are computed late (True), or the others (False); None for both. fixed: also those that never
+    change.
+    """
+    found = {}
+    for name in names:
+        offer = OFFERS.get(name)
+        if offer is None or offer.value is None or late not in (None, offer.late):
+            continue
+        if fixed or not offer.fixed(at.rule):
+            found[name] = offer.value(at)
+    return found
+
+
+def initial_states(specs: Iterable[InputSpec], sequences: int, device: torch.device) -> dict[str, Tensor]:
+    """Initial values of the carried states among the declared inputs: [sequences, ...] each."""
+    return {
+        spec.name: torch.full((sequences, *spec.element), spec.initial, dtype=spec.dtype, device=device)
+        for spec in specs
+        if spec.carried
+    }
+
+
+def declared(programs: Mapping[str, Mapping[str, InputSpec]]) -> dict[str, InputSpec]:
+    """Merge the inputs of a session's programs, by name; `programs` has those of each.
+
+    Raises:
+        LoweringError: two programs declare one name differently.
+    """
+    found: dict[str, tuple[str, InputSpec]] = {}
+    for program, inputs in programs.items():
+        for name, spec in inputs.items():
+            first, known = found.setdefault(name, (program, spec))
+            if known != spec:
+                raise LoweringError(
+                    f"programs {first!r} and {program!r} declare the input {name!r} differently: {known} and {spec}. "
+                    f"Declare it once, and add it where it is read."
+                )
+    return {name: spec for name, (_, spec) in found.items()}

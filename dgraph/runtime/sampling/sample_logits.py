@@ -1,0 +1,144 @@
+"""Tokens of a step, for programs that leave their logits to the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dgraph.errors import LoweringError
+from dgraph.ops.kv.row_slots import reference as row_slots
+from dgraph.ops.statistics import kept_rows, measure_rows
+from dgraph.runtime.loop.transition import FILLERS, Advance
+from dgraph.runtime.policies import statistics_of
+from dgraph.runtime.sampling.sampler import LogitsDecoder, RowContext, Sampler
+from dgraph.spec import ModelSpec
+
+
+class Decide:
+    """Take tokens from logits, as the sampler of each request says.
+
+    Reads values on the host: a program that leaves its logits to the runtime is a baseline, or serves a sampler that
+    needs all of them. A program with `lm_head` needs no read.
+
+    Args:
+        spec: the model.
+        block: columns of a block.
+
+    Attributes:
+        failed: exceptions of samplers in the last step, by slot.
+    """
+
+    def __init__(self, spec: ModelSpec, block: int):
+        self._spec, self._block = spec, block
+        self._decoders: dict[Sampler, LogitsDecoder] = {}
+        self.failed: dict[int, Exception] = {}
+
+    def __call__(
+        self,
+        advance: Advance,
+        samplers: Mapping[int, Sampler],
+        outputs: Mapping[str, Tensor],
+        unconditional: Tensor | None,
+        caches: Mapping[str, Tensor],
+        lenient: bool = False,
+    ) -> Mapping[str, Tensor]:
+        """Add a token and its confidence per row to the outputs.
+
+        Args:
+            advance: rows, state and inputs of the step.
+            samplers: the sampler of each slot.
+            outputs: outputs of the step program, which has no tokens.
+            unconditional: its logits without the prompts, for guidance.
+            caches: by name, tensors that the runtime keeps per position.
+            lenient: note the exception of a sampler in `failed`, for its slots, whose rows then have no token.
+
+        Raises:
+            LoweringError: the outputs have no logits.
+        """
+        self.failed = {}
+        if "logits" not in outputs:
+            raise LoweringError(
+                f"program 'step' must output token and confidence, or logits; got: "
+                f"{', '.join(sorted(outputs)) or 'nothing'}."
+            )
+        rows, logits, kept = advance.rows, outputs["logits"], outputs.get("kept")
+        row = torch.arange(len(logits), device=logits.device) if kept is None else kept
+        # Only candidates can be committed.
+        inside = (row >= 0) & (row < len(rows.masked))
+        candidate = inside & rows.candidate[row.clamp(min=0, max=len(rows.masked) - 1)]
+        decided: dict[str, Tensor] = {}
+        self._forget(samplers)
+        for sampler, slots in _by_sampler(samplers).items():
+            mine = candidate
+            if len(slots) < len(samplers):
+                chosen = torch.zeros(len(advance.state.start), dtype=torch.bool)
+                chosen[slots] = True
+                mine = candidate & chosen.to(row.device)[rows.sequence[row.clamp(min=0, max=len(rows.masked) - 1)]]
+            try:
+                self._decode(advance, sampler, mine.nonzero()[:, 0], row, logits, unconditional, caches, decided)
+            except Exception as error:
+                if not lenient:
+                    raise
+                self.failed |= dict.fromkeys(slots, error)
+        for name in ("token", "confidence"):
+            if name not in decided:  # all of them failed
+                dtype = torch.int64 if name == "token" else torch.float32
+                decided[name] = torch.full(row.shape, FILLERS[name], dtype=dtype, device=row.device)
+        return {**outputs, **decided}
+
+    def _decode(
+        self,
+        advance: Advance,
+        sampler: Sampler,
+        entry: Tensor,
+        row: Tensor,
+        logits: Tensor,
+        unconditional: Tensor | None,
+        caches: Mapping[str, Tensor],
+        decided: dict[str, Tensor],
+    ) -> None:
+        """Write one sampler's decisions on its entries of the logits into `decided`."""
+        rows, state, at = advance.rows, advance.state, row[entry]
+        sequence, column = rows.sequence[at], rows.column[at] - self._block
+        inside = column.clamp(max=self._block - 1)  # a row may predict the position after the block
+        heat = state.temperature[sequence]
+        context = RowContext(
+            sequence=sequence,
+            position=state.start[sequence] + column,
+            column=inside,
+            masked=state.block_masked[sequence, inside] | (column > inside),
+            forwards=state.forwards[sequence],
+            seed=advance.inputs["seed"][at],
+            tokens=state.canvas,
+            block=self._block,
+            temperature=heat,
+            unconditional=None if unconditional is None else unconditional[entry],
+        )
+        if sampler not in self._decoders:
+            self._decoders[sampler] = sampler.begin(self._spec.mask_id)
+        found = self._decoders[sampler].decode(logits[entry], context)._asdict()
+        if asked := statistics_of(advance.rule.policy):
+            memory = caches[kept_rows(asked, self._spec.vocab).name]
+            slot = row_slots(rows.positions, caches["page_table"], rows.cu_rows, memory)[at]
+            live = torch.ones_like(at, dtype=torch.bool)
+            values = measure_rows(asked, logits[entry], found["token"], heat, self._spec.mask_id, slot, memory, live)
+            found["measured"] = values.float()
+        for name, values in found.items():
+            if name not in decided:
+                shape = (*row.shape, *values.shape[1:])
+                decided[name] = torch.full(shape, FILLERS[name], dtype=values.dtype, device=row.device)
+            decided[name][entry] = values
+
+    def _forget(self, samplers: Mapping[int, Sampler]) -> None:
+        """Drop the state of samplers that are no longer in use."""
+        used = set(samplers.values())
+        self._decoders = {sampler: decoder for sampler, decoder in self._decoders.items() if sampler in used}
+
+
+def _by_sampler(samplers: Mapping[int, Sampler]) -> dict[Sampler, list[int]]:
+    found: dict[Sampler, list[int]] = {}
+    for slot, sampler in samplers.items():
+        found.setdefault(sampler, []).append(slot)
+    return found

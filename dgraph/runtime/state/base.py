@@ -1,0 +1,498 @@
+"""State of the decode loop's sequences, and the transition from step to step, as tensors on the device.
+
+Subclasses: `BlockCausalState`; `TwoModeState` for models that predict the next token where they write a finished block;
+`RenoisedState` for those without a mask token; `CanvasState` for bidirectional ones. They differ in which rows they
+forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
+
+Every sequence is a row of every tensor (a slot), and no row depends on another. So between two steps the host may write
+a slot anew, for another request, or leave some slots out of a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dgraph.ops.attention.sparse import REUSE
+from dgraph.ops.statistics import GIVEN
+from dgraph.plans.block_cache import BlockCache
+from dgraph.runtime.policies import (
+    Candidates,
+    Policy,
+    carries_of,
+    edits,
+    moves,
+    needs_of,
+    per_sequence,
+    remasks,
+    statistics_of,
+)
+from dgraph.runtime.sampling.random_numbers import policy_order
+from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, inverse, read
+
+REPORT = (
+    *("rows", "wanted", "action", "active", "broken", "closes", "shown_start", "start", "counter"),
+    *("total", "kept_rows", "commit_rows", "all_rows"),
+)
+"""The numbers of a sequence that the host reads after a step; see `DecodeState.report`."""
+SHOWN = ("shown", "shown_confidence", "shown_kept")
+"""The values of each position of the step's block that follow these numbers in the report."""
+OUT = -1
+"""The place of a sequence that sits a step out."""
+
+
+@dataclass
+class DecodeState(ABC):
+    """State of b sequences. Attributes that the transitions replace:
+
+    start i64[b]: position of the current block; decoded, steps i64[b]: tokens of this block, and its steps that decoded
+    some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that
+    reached the last layers, all steps; commit_rows i64[b]: its rows forwarded for their keys alone (to commit a block,
+    or to renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no
+    mask left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; granted bool[b]: takes part in the
+    next step (see `grant`); shown i64[b, B]: tokens of the block that the last step was about, -1 where there is a
+    mask; shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
+    where there is a mask; shown_kept bool[b, B]: False where the last step evicted the row that predicts the position;
+    shown_start i64[b]: where that block begins; carried: by name, tensors that the policy carries from step to step
+    (see `carry`); canvas i64[b, T]: prompts, fixed tokens and decoded tokens, mask tokens elsewhere.
+
+    Settings of a request, written with its slot: prompt i64[b]: index of each prompt among all of the call; given
+    bool[b, T]: positions whose tokens came with it, those of the prompt and the fixed ones of the response; prompt_end
+    i64[b]; end i64[b] = prompt + max_new_tokens; last i64[b]: the last position before it that was not given; keys
+    i64[b, 2]: what draws start from, see `sequence_keys`; temperature f32[b]; stops_from i64[b]: the position from
+    which on a stop token ends it; kind i64[b] and settings, by name [b]: which policy of a mixture decides, and with
+    which numbers. place i64[b]: its turn when rows are granted, the lowest first, `OUT` for none.
+
+    Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
+    """
+
+    start: Tensor
+    decoded: Tensor
+    steps: Tensor
+    counter: Tensor
+    total: Tensor
+    commit_rows: Tensor
+    kept_rows: Tensor
+    forwards: Tensor
+    passes: Tensor
+    active: Tensor
+    broken: Tensor
+    granted: Tensor
+    shown: Tensor
+    shown_confidence: Tensor
+    shown_kept: Tensor
+    shown_start: Tensor
+    carried: dict[str, Tensor]
+    canvas: Tensor
+    prompt: Tensor
+    given: Tensor
+    prompt_end: Tensor
+    end: Tensor
+    last: Tensor
+    keys: Tensor
+    temperature: Tensor
+    stops_from: Tensor
+    kind: Tensor
+    settings: dict[str, Tensor]
+    place: Tensor
+    stop_ids: Tensor
+    mask_id: int
+    most_rows: int
+
+    @staticmethod
+    def given_of(canvas: Tensor, prompt_end: Tensor, end: Tensor, mask_id: int) -> Tensor:
+        """bool[b, T]: of canvases before their first step, see the attribute `given`."""
+        positions = torch.arange(canvas.shape[1], device=canvas.device)
+        fixed = (canvas != mask_id) & (positions < end[:, None])
+        return fixed | (positions < prompt_end[:, None])
+
+    @staticmethod
+    def counters(
+        start: Tensor, block: Tensor, masked: Tensor, last: Tensor, sequences: int | None, most_rows: int | None
+    ) -> dict[str, Any]:
+        """The fields that begin alike in every state.
+
+        start i64[b]: where the first block begins that has a mask; block i64[b, B]: its tokens; masked bool[b, B]: its
+        masks; last i64[b]: as in the attributes, -1 for none. Only the first `sequences` take part, default all.
+        """
+        b, device = len(start), start.device
+        active = (last >= 0) & (torch.arange(b, device=device) < (b if sequences is None else sequences))
+        counts = ("decoded", "steps", "counter", "total", "kept_rows", "commit_rows", "forwards", "passes", "kind")
+        return {
+            "start": start,
+            "last": last,
+            **{name: torch.zeros_like(start) for name in counts},
+            "active": active,
+            "broken": torch.zeros_like(active),
+            "granted": active.clone(),
+            "shown": torch.where(masked, -1, block),
+            "shown_confidence": (~masked).float(),
+            "shown_kept": torch.ones_like(masked),
+            "shown_start": start.clone(),
+            "carried": {},
+            "keys": torch.zeros((b, 2), dtype=torch.int64, device=device),
+            "temperature": torch.zeros(b, device=device),
+            "stops_from": torch.zeros_like(start),
+            "settings": {},
+            "place": torch.arange(b, device=device),
+            "most_rows": sys.maxsize if most_rows is None else most_rows,
+        }
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """Columns of a block, B."""
+
+    @property
+    def capacity(self) -> int:
+        """Rows that a step can have at most."""
+        return min(self.most_rows, self._columns())
+
+    @abstractmethod
+    def _columns(self) -> int:
+        """Entries of `live`: rows of a step in which every sequence forwards all that it has."""
+
+    @property
+    @abstractmethod
+    def block_masked(self) -> Tensor:
+        """bool[b, B]: columns of the current block that are not decoded yet."""
+
+    @property
+    @abstractmethod
+    def block_tokens(self) -> Tensor:
+        """i64[b, B]: the current block as it stands."""
+
+    @abstractmethod
+    def wanted(self) -> Tensor:
+        """bool[b, W]: rows that each sequence's next step forwards, over the columns of this kind of state."""
+
+    def live(self) -> Tensor:
+        """bool[b, W]: rows of `wanted` that the next step forwards: those of sequences that take part."""
+        return self.wanted() & self.granted[:, None]
+
+    def grant(self) -> None:
+        """Let sequences take part in the next step, in the order of their places, while their rows fit in `most_rows`.
+
+        The first that does not fit, and all after it, wait: so none is overtaken for ever.
+        """
+        self.granted = self.active & (self.place != OUT)
+        if self._columns() > self.most_rows:
+            rows = self.wanted().sum(dim=1) * self.granted
+            before = (self.place[None, :] <= self.place[:, None]) & self.granted
+            self.granted = self.granted & ((before * rows).sum(dim=1) <= self.most_rows)
+
+    @abstractmethod
+    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+        """Pack the rows of the next step into `capacity` rows: the live ones (see `live`), then padding.
+
+        The caller must give at least as much capacity as there are live rows: others are lost. editing, for all
+        sequences or bool[b]: decoded rows that may be replaced are candidates like masked ones.
+        """
+
+    def steady(self, policy: Policy) -> bool:
+        """True if every step of a sequence but its first forwards at most as many rows as its block has."""
+        return False
+
+    @property
+    def closes(self) -> Tensor:
+        """bool[b]: the next step may be the last of its block."""
+        return torch.ones_like(self.active)
+
+    def drafted(self, policy: Policy) -> Tensor:
+        """bool[b]: the next step's predictions are a draft, which a later step verifies."""
+        return torch.zeros_like(self.active)
+
+    @abstractmethod
+    def _own_rows(self) -> Tensor:
+        """i64[b]: rows of the step that are forwarded for their keys alone."""
+
+    @abstractmethod
+    def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
+        """Write tokens i64[b, B] where written bool[b, B] says; left bool[b, B]: the columns that are masks then."""
+
+    def _write_next(self, token: Tensor, confidence: Tensor) -> Tensor:
+        """bool[b]: sequences in which the step also decides the position after the block; the token is written there.
+
+        token i64[b] and confidence f32[b]: the prediction for that position.
+        """
+        return torch.zeros_like(self.active)
+
+    @abstractmethod
+    def _advance(
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
+    ) -> None:
+        """Finish sequences, move on to the next block, and decide which rows the next step forwards.
+
+        masked bool[b, B]: the block as it was forwarded. settled bool[b]: whether the block is done, where that is not
+        the same as having no mask (its tokens can still be replaced).
+        """
+
+    @property
+    def average(self) -> Tensor:
+        """f32[b]: tokens per step in this block; 1.0 before its first step (FOCUS, N_decoded).
+
+        inf before the first step of a block with a given token after a mask, which thus evicts nothing: the rows of
+        such tokens stay, and see all before them, so the keys of all of these must have been written.
+        """
+        # In float64, which compiled code divides in as the op does. It rounds to the same number: both are small ints.
+        mean = self.decoded.double() / self.steps.clamp(min=1)
+        masked = self.block_masked
+        scattered = (~masked & (masked.cumsum(dim=1) > 0)).any(dim=1)
+        first = torch.where(scattered & (self.forwards == 0), math.inf, 1.0)
+        return torch.where(self.steps > 0, mean.float(), first)
+
+    @property
+    def window(self) -> Tensor | None:
+        """i32[b, 2]: the positions whose keys are always seen; None where all are."""
+        return None
+
+    @property
+    def action(self) -> Tensor | None:
+        """i32[b]: the next step's action on other keys (`dgraph.ops.attention.sparse`); REUSE without a part in it."""
+        return None
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """Values for a `View` that every kind of state has."""
+        return {
+            "step": self.counter,
+            "block_step": self.forwards,
+            "decoded": self.total,
+            "prompt_end": self.prompt_end,
+            "end": self.end,
+            "start": self.start,
+            "block": self.block,
+        }
+
+    @property
+    @abstractmethod
+    def visible(self) -> Tensor:
+        """i64[b]: end of the positions that rows of the current block may see."""
+
+    def seen_keys(self) -> Tensor:
+        """bool[b, T]: positions that the rows of a sequence may see; all False if it reuses packed keys."""
+        action = self.action
+        assert action is not None, "the session keeps all keys"
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        return (positions < self.visible[:, None]) & (action != REUSE)[:, None]
+
+    @property
+    def columns(self) -> Tensor:
+        """i64[b, B]: positions of the current block."""
+        return self.start[:, None] + torch.arange(self.block, device=self.start.device)
+
+    @property
+    def order(self) -> Tensor:
+        """f32[b, B]: `policy_order` of the current block's positions."""
+        return policy_order(self.keys.T, self.columns)
+
+    @property
+    def editable(self) -> Tensor:
+        """bool[b, B]: decoded positions of the current block that were not given.
+
+        A rule that edits decodes, and so edits, the whole of a last block that reaches beyond the response.
+        """
+        return ~self.block_masked & ~self._at(self.columns, self.given)
+
+    def clone(self) -> Self:
+        """A copy that shares no tensor."""
+        values: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, dict):
+                value = {name: one.clone() for name, one in value.items()}
+            values[field.name] = value.clone() if isinstance(value, Tensor) else value
+        return type(self)(**values)
+
+    def carry(self, policy: Policy) -> None:
+        """Initialise the tensors that a policy carries from step to step."""
+        b, device = len(self.start), self.start.device
+        self.carried = {each.name: each.begin(b, self.block, device) for each in carries_of(policy)}
+
+    def report(self) -> Tensor:
+        """i64[b, len(REPORT) + 3 B]: values that the host reads of each sequence, in the order of `REPORT` and `SHOWN`.
+
+        rows: those of its next step, 0 if it waits; wanted: the same if it does not wait; all_rows: those of all
+        sequences, which the host must know first; action: as in `action`, REUSE if all keys are kept; the others as in
+        the attributes and properties. A confidence is given as its bits.
+        """
+        wanted, action = self.wanted().sum(dim=1), self.action
+        rows = wanted * self.granted
+        found = {"rows": rows, "wanted": wanted, "all_rows": rows.sum().expand(len(rows))}
+        found["action"] = torch.full_like(wanted, REUSE) if action is None else action
+        numbers = [found[name] if name in found else getattr(self, name) for name in REPORT]
+        shown = (self.shown, self.shown_confidence.view(torch.int32), self.shown_kept)
+        return torch.cat([torch.stack([n.long() for n in numbers], dim=1), *(s.long() for s in shown)], dim=1)
+
+    def apply(
+        self,
+        rows: StepRows,
+        results: RowResults,
+        policy: Policy,
+        block_cache: BlockCache,
+        recommit: bool,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        """Apply the results of a forward of `rows`; return the committed columns, bool[b, B + 1].
+
+        The last column is the position after the block. Sequences that took no part stay as they are. So do those with
+        a NaN, except for `broken`: a NaN's token may be invalid, and the next step may run before the host knows.
+        noise f32[b, B]: uniform, for policies that draw.
+        """
+        before, part = copy.copy(self), self.granted & self.active
+        editing, masked, start = edits(policy), self.block_masked, self.start
+        fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
+        rows_of = self._predictors(rows)
+        row, following = rows_of[:, : self.block], rows_of[:, self.block]
+        token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
+        token_after = read(results.token, following, -1)
+        confidence_after = read(results.confidence, following, -math.inf)
+        invalid = part & (confidence.isnan().any(dim=1) | confidence_after.isnan())
+        candidates = Candidates(
+            token=token,
+            confidence=confidence.nan_to_num(nan=0.0, neginf=-math.inf),
+            masked=masked,
+            current=self.block_tokens,
+            step=self.steps,
+            decoded=self.decoded,
+            start=self.start,
+            prompt=self.prompt,
+            measured={name: read(values, row, fillers[name]) for name, values in results.measured.items()},
+            carried=self.carried,
+            noise=noise,
+            order=self.order if "order" in needs_of(policy) else None,
+            forwards=self.forwards,
+            editable=self.editable if editing else None,
+            passes=self.passes,
+            kind=self.kind,
+            settings=self.settings,
+            draw=None if results.draw is None else read(results.draw, row, -1),
+        )
+        commit = self._chosen(candidates, policy)
+        carries = carries_of(policy)
+        kept = policy.carry(candidates, commit) if carries else {}  # type: ignore[attr-defined]
+        settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
+        progressed = choose(per_sequence("may_wait", policy, self.kind), candidates.committable, commit & masked)
+        masks_left = masked.any(dim=1)
+        # Once set it stays set: the host may read it only some steps later.
+        self.broken = self.broken | (part & masks_left & ~progressed.any(dim=1))
+
+        self.commit_rows = self.commit_rows + self._own_rows()
+        own = rows.sequence == torch.arange(len(self.start), device=masked.device)[:, None]
+        self.kept_rows = self.kept_rows + (own & results.kept & rows.live & (rows.column >= 0)).sum(dim=1)
+        self.forwards = self.forwards + part
+        self.passes = self.passes + (part & ~masks_left)
+        self.counter = self.counter + part
+        written, left = commit, masked & ~commit
+        if remasks(policy):
+            back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
+            written, left, token = commit | back, left | back, torch.where(back, self.mask_id, token)
+        changed, source = written & (masked | (token != candidates.current)), None
+        if moves(policy):
+            said, source = policy.move(candidates, commit)  # type: ignore[attr-defined]
+            token = torch.where(written, torch.where(commit, said, token), candidates.current)
+            token = _moved(source, token, candidates.current, self.mask_id)
+            left = _moved(source, left, masked, True)
+            written = (token != candidates.current) | (left != masked)
+        self._show(candidates, changed, left, read(results.kept, row, True), source)
+        count = masked.sum(dim=1) - left.sum(dim=1)
+        self.decoded = self.decoded + count
+        self.steps = self.steps + (count > 0)
+        self.total = self.total + count
+        self._write(written, token, left, policy)
+        self.shown = torch.where(left, -1, self.block_tokens)
+        after = self._write_next(token_after, confidence_after)
+        self.total = self.total + after
+        self._advance(masked, policy, block_cache, recommit, settled)
+        moved = self.start != start
+        self.carried = {each.name: each.next(kept[each.name], moved) for each in carries}
+        valid = part & ~invalid
+        self._keep(before, ~valid)
+        self.broken = self.broken | invalid
+        self.grant()
+        return torch.cat([commit, after[:, None]], dim=1) & valid[:, None]
+
+    def _keep(self, before: DecodeState, waiting: Tensor) -> None:
+        """Undo a transition for the sequences bool[b]."""
+        for field in fields(self):
+            old, new = getattr(before, field.name), getattr(self, field.name)
+            if isinstance(new, dict):
+                setattr(self, field.name, {name: choose(waiting, old[name], one) for name, one in new.items()})
+            elif isinstance(new, Tensor) and new is not old:
+                setattr(self, field.name, choose(waiting, old, new))
+
+    def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor, source: Tensor | None) -> None:
+        """Note the probabilities with which a step commits tokens.
+
+        bool[b, B] each: changed tokens; masks that are left; positions whose rows are kept. source: `DecodeRule.move`.
+        """
+        # A position without a mask in the first step that shows it was given.
+        column = self.columns - self.shown_start[:, None]
+        there = (column >= 0) & (column < self.block)
+        seen = self.shown_confidence.gather(1, column.clamp(min=0, max=self.block - 1))
+        before = torch.where(there, seen, 1.0)
+        found = torch.where(changed, candidates.confidence, before)
+        if source is not None:
+            found = _moved(source, found, before, 0.0)
+        self.shown_confidence, self.shown_kept = torch.where(left, 0.0, found), kept
+        self.shown_start = self.start
+
+    def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
+        """bool[b, B]: columns that the step commits."""
+        return policy.choose(candidates)
+
+    def _predictors(self, rows: StepRows) -> Tensor:
+        """i64[b, B + 1]: the row that predicts each column of the current block, and the position after it; else -1."""
+        b, width = len(self.start), self.block + 1
+        at = rows.sequence * width + rows.column - self.block
+        return inverse(torch.where(rows.live & (rows.column >= self.block), at, -1), b * width).view(b, width)
+
+    def _on_canvas(self, values: Tensor, others: Tensor | bool) -> Tensor:
+        """[b, T]: values [b, B] where the current block is, `others` elsewhere."""
+        column = torch.arange(self.canvas.shape[1], device=values.device) - self.start[:, None]
+        inside = (column >= 0) & (column < self.block)
+        return torch.where(inside, values.gather(1, column.clamp(min=0, max=self.block - 1)), others)
+
+    @staticmethod
+    def _at(columns: Tensor, values: Tensor) -> Tensor:
+        """[b, n]: values [b, T] at positions i64[b, n]; arbitrary for a position beyond the canvas."""
+        return values.gather(1, columns.clamp(max=values.shape[1] - 1))
+
+    def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
+        """End sequences that are done; return bool[b], the other sequences whose block is done."""
+        left = self.block_masked & (self.columns <= self.last[:, None])  # masks beyond the response need no step
+        complete = ~left.any(dim=1) if settled is None else settled
+        stopped = self._stopped()
+        if settled is not None:
+            edited = per_sequence("edits", policy, self.kind)
+            stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
+        self.active = self.active & ~(stopped | (complete & (self.start + self.block > self.last)))
+        return complete & self.active
+
+    def _stopped(self) -> Tensor:
+        """bool[b]: the block has a stop token with no mask before it; it ends at once, and later tokens are dropped."""
+        block, masked = self.block, self.block_masked
+        column = torch.arange(block, device=masked.device)
+        # A stop token of the prompt does not count.
+        counts = ~masked & (self.columns >= torch.maximum(self.prompt_end, self.stops_from)[:, None])
+        stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & counts
+        first_stop = torch.where(stop, column, block + 1).amin(dim=1)
+        return first_stop < torch.where(masked, column, block).amin(dim=1)
+
+    def _next_block(self, moved: Tensor, start: Tensor) -> None:
+        """Move sequences bool[b] on to the blocks that begin at start i64[b]."""
+        self.start = torch.where(moved, start, self.start)
+        for name in ("decoded", "steps", "forwards", "passes"):
+            setattr(self, name, torch.where(moved, 0, getattr(self, name)))
+
+
+def _moved(source: Tensor, now: Tensor, before: Tensor, new: float) -> Tensor:
+    """[b, B]: values of columns as they are now, as they were before, or of a new mask; see `DecodeRule.move`."""
+    return torch.cat([now, before, torch.full_like(now[:, :1], new)], dim=1).gather(1, source)

@@ -1,0 +1,271 @@
+"""The state of bidirectional models: a canvas per sequence, of which a step forwards the rows that its plan names.
+
+Blocks of the response follow the prompt; all after the current block are mask tokens that every row sees. The rows
+that a step does not forward are seen as they were last written to the KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
+from dgraph.plans.block_cache import BlockCache, ready_columns
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import rows_of, seen_of
+from dgraph.plans.rows import RowPlan
+from dgraph.plans.view import View
+from dgraph.runtime.policies import Candidates, Mixture, Policy, per_sequence
+from dgraph.runtime.state.base import DecodeState
+from dgraph.runtime.state.packed_rows import StepRows, choose, packed
+
+
+@dataclass
+class CanvasState(DecodeState):
+    """State of b sequences of a bidirectional model; see `DecodeState`. Attributes that the transitions replace, too:
+
+    masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next
+    step; full, whole bool[b]: the next step is a full one, and forwards every row that is seen (see `Schedule`);
+    changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
+    token, so the block cache may skip the row; seen bool[b, T]: rows that exist, None if the plan's region hides none.
+
+    Fixed: plan; kv: which keys stay, None for all; size: columns of a block; shift: 0 if a row predicts its own
+    position, 1 if the next one (Dream).
+    """
+
+    masked: Tensor
+    pending: Tensor
+    full: Tensor
+    whole: Tensor
+    changed: Tensor
+    frozen: Tensor
+    seen: Tensor | None
+    plan: RowPlan
+    kv: KVPlan | None
+    size: int
+    shift: int
+
+    @classmethod
+    def begin(
+        cls,
+        canvas: Tensor,
+        prompt: Tensor,
+        prompt_end: Tensor,
+        *,
+        sequences: int | None = None,
+        max_new_tokens: int | Tensor,
+        block: int,
+        mask_id: int,
+        stop_ids: Tensor,
+        plan: RowPlan,
+        kv: KVPlan | None = None,
+        shift: int = 0,
+        most_rows: int | None = None,
+    ) -> CanvasState:
+        """Make the state before the first step, which is a full one.
+
+        Args:
+            canvas: i64[b, T], prompts, then fixed tokens and mask tokens, at least one block more than the longest
+                sequence needs.
+            prompt: i64[b], indices among all prompts.
+            prompt_end: i64[b].
+            sequences: number of sequences that take part, the first ones, default all.
+            max_new_tokens: for all, or i64[b].
+        """
+        positions = torch.arange(canvas.shape[1], device=canvas.device)
+        end = prompt_end + max_new_tokens
+        given = cls.given_of(canvas, prompt_end, end, mask_id)
+        inside = positions < end[:, None]
+        masked = inside & ~given
+        first_mask = torch.where(masked, positions, end[:, None]).amin(dim=1)
+        last = torch.where(masked, positions, -1).amax(dim=1)
+        start = prompt_end + (first_mask - prompt_end) // block * block
+        columns = start[:, None] + torch.arange(block, device=canvas.device)
+        first_block = cls._at(columns, canvas), cls._at(columns, masked)
+        first = torch.ones_like(prompt_end, dtype=torch.bool)
+        state = cls(
+            **cls.counters(start, *first_block, last, sequences, most_rows),
+            given=given,
+            masked=masked,
+            pending=inside,
+            full=first,
+            whole=first.clone(),
+            changed=torch.zeros_like(inside),
+            frozen=torch.zeros_like(inside),
+            seen=None,
+            canvas=canvas,
+            prompt=prompt,
+            prompt_end=prompt_end,
+            end=end,
+            stop_ids=stop_ids,
+            mask_id=mask_id,
+            plan=plan,
+            kv=kv,
+            size=block,
+            shift=shift,
+        )
+        if plan.region.hides:
+            state.seen = state._seen(state.view())
+            state.pending = state.seen.clone()
+        return state
+
+    def view(self, **more: Any) -> View:
+        """View of the sequences before the next step, for plans."""
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        wanted = torch.roll(self._on_canvas(self.block_masked, False), -self.shift, dims=1)
+        known = self.known | {"shift": self.shift, "masked": self.masked, "changed": self.changed, "wanted": wanted}
+        return View(**known, **more, positions=positions)
+
+    @property
+    def block(self) -> int:
+        return self.size
+
+    def _columns(self) -> int:
+        return self.canvas.numel()
+
+    @property
+    def block_masked(self) -> Tensor:
+        return self.masked.gather(1, self.columns)
+
+    @property
+    def block_tokens(self) -> Tensor:
+        return self.canvas.gather(1, self.columns)
+
+    @property
+    def average(self) -> Tensor:
+        """f32[b]: as in `DecodeState`; inf before a full step, which may evict nothing: others read its keys."""
+        return torch.where(self.full, math.inf, super().average)
+
+    @property
+    def window(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        if self.kv.window == "block":
+            bounds = self.start - self.shift, torch.minimum(self.start + self.size, self.end)
+        else:
+            bounds = self.prompt_end - self.shift, self.end
+        return torch.stack(bounds, dim=1).int()
+
+    @property
+    def action(self) -> Tensor | None:
+        if self.kv is None:
+            return None
+        if self.kv.window == "block":
+            found = torch.where(self.full, torch.where(self.forwards < self.kv.delay, DENSE, SELECT), REUSE)
+        else:
+            found = torch.where(self.whole, torch.where(self.counter == 0, SELECT, REPACK), REUSE)
+        return torch.where(self.active & self.granted, found, REUSE).int()
+
+    @property
+    def editable(self) -> Tensor:
+        """As in `DecodeState`, but only up to the end of the response, even if its last block reaches beyond it."""
+        return super().editable & (self.columns < self.end[:, None])
+
+    @property
+    def visible(self) -> Tensor:
+        return self.end
+
+    def wanted(self) -> Tensor:
+        return self.pending & self.active[:, None]
+
+    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+        live, width = self.live(), self.canvas.shape[1]
+        index, cu_rows = packed(live, capacity)
+        real = index >= 0
+        index = index.clamp(min=0)
+        sequence, position = index // width * real, index % width * real
+        masks = self.block_masked
+
+        def per_row(flags: Tensor, column: Tensor) -> Tensor:
+            return in_block(column) & flags[sequence, column.clamp(min=0, max=self.size - 1)]
+
+        def in_block(column: Tensor) -> Tensor:
+            return real & (column >= 0) & (column < self.size)
+
+        own = position - self.start[sequence]
+        column = own + self.shift  # of the position that the row predicts
+        masked = per_row(masks, own)
+        candidate = masked
+        if editing is not False:
+            candidate = per_row(masks | choose(editing, self.editable, torch.zeros_like(masks)), column)
+        elif self.shift:
+            candidate = per_row(masks, column)
+        full, always = self.full[sequence], self.plan.schedule.always(self.view())
+        if always is not None:
+            full = full | always[sequence, position]
+        slots, end = None, self.end
+        if self.seen is not None:  # keys of rows that are seen lie side by side
+            places, end = self.seen.cumsum(dim=1), self.seen.sum(dim=1)
+            slots = (places - 1)[sequence, position] * real
+        return StepRows(
+            sequence=sequence,
+            column=(column + self.size) * in_block(column),
+            input_ids=self.canvas[sequence, position] * real,
+            positions=position,
+            limit=(end[sequence] * real).int(),
+            masked=masked,
+            candidate=candidate,
+            cu_rows=cu_rows,
+            full=full & real,
+            changed=(self.changed[sequence, position] | full) & real,
+            slots=slots,
+        )
+
+    def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
+        chosen = policy.choose(candidates)
+        overruled = per_sequence("overrules", policy, self.kind)
+        if self.plan.first == "policy" or overruled is True:
+            return chosen
+        first = candidates.masked & (candidates.masked.cumsum(dim=1) == 1)
+        opened = torch.where((self.forwards == 0)[:, None], first & candidates.committable, chosen)
+        return choose(overruled, chosen, opened)
+
+    def _own_rows(self) -> Tensor:
+        live = self.live()
+        return live.sum(dim=1) - (live & self.view().around_block()).sum(dim=1)
+
+    def _seen(self, view: View) -> Tensor:
+        """bool[b, T]: rows that exist; the block can be decoded whatever a region says."""
+        return view.inside & seen_of(self.plan.region, view) | view.around_block()
+
+    def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
+        self.canvas = self._on_canvas(torch.where(written, token, self.block_tokens), self.canvas)
+        self.masked = self._on_canvas(left, self.masked)
+        self.changed = self._on_canvas(written, False)
+
+    def _advance(
+        self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
+    ) -> None:
+        # Decoded before this step, so the keys that it wrote for them are those of their tokens.
+        before = self._on_canvas(masked, self.masked)
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        # As in FOCUS, the last column of a block waits for no neighbour.
+        waiting = before & (positions < (self.start + self.size)[:, None])
+        ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
+        self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
+        moved = self._finish(policy, settled)
+        # Blocks that have no mask are passed over.
+        following = torch.where(self.masked, positions, self.end[:, None]).amin(dim=1) - self.prompt_end
+        self._next_block(moved, self.prompt_end + following // self.size * self.size)
+        region, schedule = self.plan.region, self.plan.schedule
+        more = {"coming": self._coming(policy)} if region.foresees else {}
+        view = self.view(**more)
+        everything = view.inside
+        self.full, self.whole = schedule.full(view), schedule.whole(view)
+        if self.seen is not None:
+            everything = self._seen(view)
+            moved_keys = (everything != self.seen).any(dim=1)  # every slot is another row's
+            self.full, self.whole, self.seen = self.full | moved_keys, self.whole | moved_keys, everything
+        # A row is also forwarded for its prediction, even if its own keys are frozen.
+        part = everything & rows_of(region, view) & (~self.frozen | view.wanted)
+        self.pending = torch.where(self.whole[:, None], everything, part)
+
+    def _coming(self, policy: Policy) -> Tensor:
+        known = self.block_masked, self.steps, self.decoded, self.order
+        if isinstance(policy, Mixture):
+            return policy.foresee(*known, self.kind, self.settings)
+        return policy.foresee(*known)  # type: ignore[attr-defined,no-any-return]

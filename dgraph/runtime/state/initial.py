@@ -1,0 +1,95 @@
+"""The state of requests before their first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
+from dgraph.runtime.policies import Mixture, row_of, settings_spec
+from dgraph.runtime.requests import Request, Shape
+from dgraph.runtime.sampling.random_numbers import sequence_keys
+from dgraph.runtime.state.base import DecodeState
+from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.block_causal import BlockCausalState
+from dgraph.runtime.state.encode_denoise import TwoModeState
+from dgraph.runtime.state.uniform_noise import RenoisedState
+from dgraph.spec import ModelSpec
+
+
+def begin(
+    requests: Sequence[Request],
+    spec: ModelSpec,
+    mixture: Mixture,
+    shape: Shape,
+    *,
+    plan: RowPlan | None,
+    kv: KVPlan | None,
+    device: torch.device,
+) -> DecodeState:
+    """Make the state of these requests, of the kind that their model needs; without requests, of idle slots.
+
+    Args:
+        requests: one for each sequence, in their order; if empty, all slots of the shape are idle.
+        spec: the model.
+        mixture: the policies of all requests of the batch.
+        shape: shape of the batch.
+        plan, kv: rows that steps forward, and keys that are kept; see `Batch`.
+        device: device of the state. On the host it takes no launches.
+
+    Raises:
+        InputError: a policy whose kind is not in the mixture.
+    """
+    count = len(requests) or shape.slots
+    canvas = torch.full((count, shape.columns), spec.mask_id)
+    for row, request in zip(canvas, requests, strict=False):
+        fixed = [spec.mask_id if token is None else token for token in request.canvas]
+        row[: len(request.ids) + len(fixed)] = torch.tensor([*request.ids, *fixed])
+    numbers = [(r.index, len(r.ids), r.decoding.max_new_tokens) for r in requests] or [(0, 0, 1)] * count
+    index, lengths, new = torch.tensor(numbers).to(device).unbind(1)
+    settings: dict[str, Any] = {
+        "sequences": len(requests),
+        "max_new_tokens": new,
+        "block": shape.block,
+        "mask_id": spec.mask_id,
+        "stop_ids": torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),
+        "plan": plan,
+        "most_rows": shape.most_rows,
+    }
+    tensors = canvas.to(device), index.clone(), lengths.clone()  # each in memory of its own
+    if spec.noise == "uniform":
+        state: DecodeState = RenoisedState.begin(*tensors, **settings, vocab=spec.vocab)
+    elif spec.next_token:
+        settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
+        state = TwoModeState.begin(*tensors, **settings, kv=kv, most_mixed=shape.mixed)
+    elif spec.attention == "block_causal":
+        state = BlockCausalState.begin(*tensors, **settings, kv=kv, most_mixed=shape.mixed)
+    else:
+        state = CanvasState.begin(*tensors, **settings, kv=kv, shift=spec.logit_shift)
+    say(state, mixture, requests)
+    return state
+
+
+def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:
+    """Write the settings of requests into their state [b]; without requests, only make the tensors for later writes.
+
+    Raises:
+        InputError: a policy whose kind is not in the mixture.
+    """
+    device, count = state.start.device, len(state.start)
+    given = [row_of(mixture, request.decoding.rule) for request in requests]
+    for name, dtype in settings_spec(mixture.kinds).items():
+        values = [settings.get(name, 1) for _, settings in given] or [1] * count
+        state.settings[name] = torch.tensor(values, dtype=dtype, device=device)
+    if not requests:
+        return
+    keys = [sequence_keys(r.decoding.seed, torch.tensor([r.index]))[:, 0] for r in requests]
+    state.keys = torch.stack(keys).to(device)
+    state.counter = torch.tensor([request.steps for request in requests], device=device)
+    state.kind = torch.tensor([kind for kind, _ in given], device=device)
+    heat = [float(r.decoding.sampling.temperature) for r in requests]
+    state.temperature = torch.tensor(heat, dtype=torch.float32, device=device)
+    state.stops_from = torch.tensor([request.stops_from for request in requests], device=device)
