@@ -2,8 +2,8 @@
 
 A name reads as the module does, "dgraph/ops/rows/rope.py", wherever the file lies. Imports are followed within the
 module's own package and within dgraph, those inside of functions included, those for types alone not. The front door
-of a package (`import dgraph`) is not followed: it leads everywhere. C++ that a module compiles lies beside it under its name
-("product.cpp" and "product_numbers.cpp" of "product.py") and is a source, too.
+of a package (`import dgraph`) is not followed: it leads everywhere. C++ that a module compiles lies beside it under its
+name ("product.cpp" and "product_numbers.cpp" of "product.py") and is a source, too.
 """
 
 from __future__ import annotations
