@@ -33,7 +33,6 @@ SIZES = [4 << at for at in range(15)]
 """KiB: 4 KiB to 64 MiB."""
 REPLAYS = 20
 """Sums in a row, so that what is timed is neither the launch of a graph nor that one rank begins before the other."""
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
 Sum = Callable[[Tensor], Tensor]
 
@@ -58,8 +57,22 @@ def sum_of(group: ProcessGroup, kind: Kind) -> Sum:
     return lambda x: found.all_reduce(x, kind)
 
 
+def error_bound(dtype: torch.dtype, ranks: int) -> float:
+    """Largest error of a sum over ranks, as a share of the sum of absolute values.
+
+    Numbers of W ranks that are added in any order are rounded W - 1 times, each time by at most u = eps / 2 of the sum
+    so far. The error is therefore at most (W - 1) u / (1 - (W - 1) u).
+    """
+    roundings = (ranks - 1) * torch.finfo(dtype).eps / 2
+    return roundings / (1 - roundings)
+
+
 def check(group: ProcessGroup, reduce: Sum, dtype: torch.dtype, size: int) -> None:
-    """The sum is that in float64, and every rank has the same bits. Raises AssertionError."""
+    """Compare the sum with that in float64, and its bits over ranks.
+
+    Raises:
+        AssertionError: the sum is further off than `error_bound`, or ranks have different bits.
+    """
     own = drawn(group.rank, dtype, size, group.device)
     got = reduce(own)
     exact = sum(drawn(rank, dtype, size, group.device).double() for rank in range(group.world))
@@ -70,7 +83,8 @@ def check(group: ProcessGroup, reduce: Sum, dtype: torch.dtype, size: int) -> No
     # All ranks know of each other's before one of them fails, so that none waits for ever.
     every = group.exchange((far, digest(got)))
     worst = max(distance for distance, _ in every)
-    assert worst <= TOLERANCE[dtype], f"{worst:.2g} from the sum in float64 ({dtype}, {size} bytes)"
+    bound = error_bound(dtype, group.world)
+    assert worst <= bound, f"{worst:.2g} from the sum in float64, at most {bound:.2g} ({dtype}, {size} bytes)"
     assert len({bits for _, bits in every}) == 1, f"other bits on other ranks ({dtype}, {size} bytes): {every}"
 
 
