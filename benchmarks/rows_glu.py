@@ -1,4 +1,6 @@
-"""Times of rows_glu next to what it replaces, at the sizes of 8B models; run it as `benchmarks.rows_linear --glu`.
+"""Times of rows_glu next to what it replaces, at the sizes of 8B models.
+
+    python -m benchmarks.rows_glu [--json FILE] [--markdown FILE]
 
 Two ways stand beside it: a linear layer of exactly as many rows and a compiled silu(gate) * up, which a host that knows
 the number would run; and rows_linear with the same activation over all rows that there is room for. "Known": rows_glu
@@ -7,13 +9,16 @@ where there is room for no more rows than are live, as in a step whose rows the 
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels import milliseconds, random
+from benchmarks.kernels import copy_bandwidth, milliseconds, random
 from benchmarks.rows_linear import CAPACITY, COLD, attempt, run
 from benchmarks.tables import Cell, Report
 
@@ -99,3 +104,21 @@ def compare(report: Report, bandwidth: float) -> None:
     columns = ["shape", "rows", "linear + silu ms", "rows_linear + silu ms", "ours ms", "known ms", "floor ms"]
     note = f"linear + silu: of exactly so many rows; rows_linear + silu: silu of all {CAPACITY}. Error: up to 256 rows."
     report.table("rows_glu", [*columns, "ours / linear", "known / linear", "error"], lines, note)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the tables to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs a CUDA device.")
+    torch.manual_seed(0)
+    report = Report("rows_glu at the shapes of 8B models")
+    compare(report, copy_bandwidth())
+    report.write(options.markdown, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,11 @@
 """Times of rows_linear, whose number of rows is on the device, next to a linear layer of exactly so many rows.
 
-    python -m benchmarks.rows_linear [--tilings | --glu] [--json FILE] [--markdown FILE]
+    python -m benchmarks.rows_linear [--tilings] [--json FILE] [--markdown FILE]
 
 The shapes are those of SDAR-8B and LLaDA-8B, with room for 4096 rows. Every time is a call inside a CUDA graph; calls
 in a row take different weights, so that none is found in the L2 cache. `--tilings` compiles many tilings side by side
 in processes of their own, checks each there against float64, times those that are right, and ranks them by number of
-rows: few, some and many. A tiling that does not compile, is wrong or does not end is reported and left out. `--glu`
-times rows_glu instead: gate and up of LLaDA-8B and Dream-7B with their activation.
+rows: few, some and many. A tiling that does not compile, is wrong or does not end is reported and left out.
 """
 
 from __future__ import annotations
@@ -257,7 +256,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tilings", action="store_true", help="time many tilings instead of the one in use")
-    parser.add_argument("--glu", action="store_true", help="time rows_glu instead")
     parser.add_argument("--seconds", type=float, default=150, help="stop measuring tilings after so long")
     parser.add_argument("--check", nargs="+", metavar="TILING", help="only compile these tilings and check them")
     parser.add_argument("--json", type=Path, help="write the tables to this file")
@@ -273,11 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = Report("rows_linear at the shapes of 8B models")
     bandwidth = copy_bandwidth()
     report.table("device", ["measure", "value"], [["copy, read + written, TB/s", bandwidth / 1e9]])
-    if options.glu:
-        from benchmarks.rows_glu import compare as compare_units  # which takes its inputs' sizes from this file
-
-        compare_units(report, bandwidth)
-    elif options.tilings:
+    if options.tilings:
         search(report, bandwidth, until)
     else:
         compare(report, bandwidth)
