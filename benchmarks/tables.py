@@ -63,9 +63,9 @@ class Report:
             json_file.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
-    """Lines of a table whose first column is of words."""
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' + '---:|' * (len(columns) - 1)}"]
+def markdown_of(columns: Sequence[str], rows: Sequence[Sequence[Cell]], left: bool = False) -> list[str]:
+    """Lines of a table; the first column is aligned left, the others right unless `left` is set."""
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' + ('---|' if left else '---:|') * (len(columns) - 1)}"]
     return lines + [f"| {' | '.join(map(text_of, row))} |" for row in rows]
 
 

@@ -28,8 +28,8 @@ Above, NCCL is bound by the link as well, and needs no buffer of that size.
 ONE_SHOT: Mapping[int, int] = {2: 512 << 10, 4: 256 << 10, 8: 128 << 10}
 """Bytes up to which one-shot is taken, by world.
 
-One-shot waits once where two-shot waits twice, and reads once per other rank. The value for two H200s is measured
-(benchmarks/results/parallel.md); those for more are an assumption.
+One-shot waits once where two-shot waits twice, and reads once per other rank. The value for two H200s is measured, and
+that for four lies between measured sizes (benchmarks/results/parallel.md). The value for eight is an assumption.
 """
 MULTIMEM: Mapping[int, tuple[int, ...]] = {9: (4, 8), 10: (8,)}
 """Worlds for which the switch sums faster than the ranks do, by the major number of the compute capability.
