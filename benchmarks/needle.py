@@ -1,6 +1,6 @@
 """Retrieval from a cache that keeps few keys: MaskKV's Figure 7, and dLLM-Serve's Figure 6 with retrieval as the task.
 
-    python -m benchmarks.needle --markdown out.md --json out.json --plot needle.png
+    python -m benchmarks.needle --markdown out.md --json out.json
 
 The embedded model finds one value among pairs ("river is 123."), the one asked for at a given depth of their order.
 Every arm decodes the same held-out prompts: MaskKV with each selector at each number of pairs, dLLM-Serve (keys chosen
@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import dgraph
-from benchmarks.needle_tables import DENSE, PER_BLOCK, Arm, Score, Scores, cells_of, plot, tables
-from benchmarks.tables import Report
+from benchmarks.tables import Cell, Report
 from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import DgraphError, InputError
 from dgraph.evaluate.comparisons import exact
+from dgraph.evaluate.report import percent
+from dgraph.evaluate.scores import wilson
 from dgraph.families import Model
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -39,6 +40,66 @@ LENGTHS = (128, 256, 512)
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 PAIRS = (8, 16, 32, 64, 128, 256)
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5)
+PER_BLOCK = ("dllm_serve", "sparse_dllm")
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A line of the tables (`name`) and its budget: pairs of MaskKV, a ratio of the others, 0 for dense."""
+
+    name: str
+    budget: float
+    recipe: str
+    options: dict[str, Any] = field(compare=False)
+
+    @property
+    def label(self) -> str:
+        """Name and budget as they print."""
+        return self.name if self.recipe == DENSE else f"{self.name}, {self.budget:g}"
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over prompts.
+
+    Attributes:
+        prompts, hits: number of prompts, and of those that were answered rightly.
+        steps, reused: steps of all prompts, and those that forwarded no row of the prompt: they read kept keys.
+        tokens, late: tokens of the responses, and those that such steps committed.
+    """
+
+    prompts: int = 0
+    hits: int = 0
+    steps: int = 0
+    reused: int = 0
+    tokens: int = 0
+    late: int = 0
+
+    @classmethod
+    def of(cls, scores: Iterable[Score]) -> Score:
+        """The sum of scores."""
+        sums = [0] * 6
+        for s in scores:
+            sums = [a + b for a, b in zip(sums, (s.prompts, s.hits, s.steps, s.reused, s.tokens, s.late), strict=True)]
+        return cls(*sums)
+
+    def __str__(self) -> str:
+        low, high = wilson(self.hits, self.prompts)
+        return f"{percent(self.hits / self.prompts)} ({100 * low:.0f} to {100 * high:.0f})" if self.prompts else "n/a"
+
+
+Scores = dict[tuple[int, float], Score]
+"""By length and depth."""
+
+
+def cells_of(found: dict[Arm, Scores]) -> list[dict[str, Any]]:
+    """Every cell as plain values."""
+    return [
+        {"arm": arm.name, "budget": arm.budget, **arm.options, "length": length, "depth": depth, **vars(score)}
+        for arm, scores in found.items()
+        for (length, depth), score in scores.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -134,6 +195,52 @@ class Bench:
         return found
 
 
+def tables(report: Report, found: dict[Arm, Scores], skipped: dict[str, str]) -> None:
+    """Exact match by budget, over all cells and by length, and the steps that read kept keys."""
+    dense = [scores for arm, scores in found.items() if arm.recipe == DENSE]
+    for per_block, unit in ((False, "pairs"), (True, "ratio")):
+        arms = {
+            (a.name, a.budget): scores
+            for a, scores in found.items()
+            if a.recipe != DENSE and (a.recipe in PER_BLOCK) == per_block
+        }
+        budgets, names = sorted({budget for _, budget in arms}), list(dict.fromkeys(name for name, _ in arms))
+        if not arms:
+            continue
+        columns = [unit, *(f"{b:g}" for b in budgets)]
+        rows: list[list[Cell]] = [[DENSE, *(str(Score.of(s.values())) for _ in budgets)] for s in dense]
+        rows += [[name, *(str(Score.of(arms.get((name, b), {}).values())) for b in budgets)] for name in names]
+        note = " ".join(f"{name} was left out: {why}" for name, why in skipped.items())
+        title = f"Exact match, % (95 %), over all lengths and depths, by {unit} kept"
+        report.table(title, columns, rows, "" if per_block else note)
+        lengths = sorted({length for scores in arms.values() for length, _ in scores})
+        each: list[list[Cell]] = [
+            [f"{name}, {length} tokens", *(_share(arms.get((name, b), {}), length) for b in budgets)]
+            for name in names
+            for length in lengths
+        ]
+        report.table(f"Exact match, %, by length and {unit} kept", columns, each)
+    _reuse(report, found)
+
+
+def _reuse(report: Report, found: dict[Arm, Scores]) -> None:
+    rows: list[list[Cell]] = []
+    by_name: dict[str, list[Score]] = {}
+    for arm, scores in found.items():
+        by_name.setdefault(arm.name, []).extend(scores.values())
+    for name, of in by_name.items():
+        s = Score.of(of)
+        shares = (s.reused / s.steps, s.late / s.tokens if s.tokens else None)
+        rows.append([name, s.steps / s.prompts, *map(percent, shares)])
+    title = "Steps that read kept keys, and tokens of responses that they committed"
+    report.table(title, ["arm", "steps per prompt", "such steps, %", "such tokens, %"], rows)
+
+
+def _share(scores: Scores, length: int) -> str:
+    s = Score.of(score for (n, _), score in scores.items() if n == length)
+    return percent(s.hits / s.prompts) if s.prompts else "n/a"
+
+
 def arms_of(selectors: Sequence[str], pairs: Sequence[int], ratios: Sequence[float]) -> list[Arm]:
     """The dense arm, then those of the tables, smaller budgets first."""
     maskkv = [Arm(s, n, "maskkv", {"selector": s, "pairs": n}) for n in pairs for s in selectors]
@@ -150,8 +257,6 @@ def main() -> None:
     parser.add_argument("--selectors", nargs="*", default=tuple(METHODS), choices=tuple(METHODS))
     parser.add_argument("--pairs", type=int, nargs="*", default=PAIRS, help="budgets of MaskKV")
     parser.add_argument("--ratios", type=float, nargs="*", default=RATIOS, help="budgets of the methods per block")
-    parser.add_argument("--grid-pairs", type=int, default=64, help="budget whose depths and lengths are shown")
-    parser.add_argument("--grid-ratio", type=float, default=0.1, help="the same, of the methods per block")
     parser.add_argument("--tokens", type=int, default=24, help="length limit of a response")
     parser.add_argument("--steps", type=int, default=32, help="per block")
     parser.add_argument("--threshold", type=float, help="instead of steps")
@@ -161,7 +266,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw heat maps (needs matplotlib)")
     args = parser.parse_args()
     rule = {"steps": args.steps} if args.threshold is None else {"threshold": args.threshold}
     model = dgraph.load(args.model, getattr(torch, args.dtype), args.device)
@@ -182,11 +286,8 @@ def main() -> None:
             print(f"{arm.label}: {Score.of(found[arm].values())}", flush=True)
             report.data["cells"] = cells_of(found)
             report.write(None, args.json)
-    grid = {False: args.grid_pairs, True: args.grid_ratio}
-    tables(report, found, grid, skipped)
+    tables(report, found, skipped)
     report.write(args.markdown, args.json)
-    if args.plot is not None:
-        plot(found, grid, args.plot, report.title)
 
 
 if __name__ == "__main__":

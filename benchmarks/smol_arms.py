@@ -1,10 +1,10 @@
-"""Ask a converted model all that benchmarks/results/smol.md has tables of: every recipe, threshold, rule and option.
+"""Ask a converted model about every recipe, threshold, rule and option of benchmarks/results/smol.md.
 
     python -m benchmarks.smol_arms smol_sdar --out OUT --device cuda --each 5
 
 Each arm or row of arms is a `dgraph eval` of its own, several at once on each GPU, the most important first. What one
 finds is in OUT/NAME.jsonl, what it says in OUT/NAME.log; a run that was cut goes on by the same command, as they do.
-`benchmarks.smol_tables OUT/*.jsonl` makes the tables.
+`dgraph eval --against dense` compares arms of one file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`benchmarks/collectives.py`: the error that a sum over ranks may have follows from its dtype and the number of ranks."""
+"""`benchmarks/collectives.py`: the bound on the error of a sum over ranks, by dtype and number of ranks."""
 
 from __future__ import annotations
 

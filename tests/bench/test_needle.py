@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 import dgraph
-from benchmarks.needle import Bench, Prompt, arms_of
-from benchmarks.needle_tables import DENSE, Arm, Score, Scores, cells_of, lines, plot, tables
+from benchmarks.needle import DENSE, Arm, Bench, Prompt, Score, Scores, arms_of, cells_of, tables
 from benchmarks.tables import Report
 from dgraph.errors import DgraphError
 
@@ -73,17 +71,11 @@ def test_an_arm_that_cannot_be_built_says_why(bench: Bench, prompts: list[Prompt
         bench.cells(arm_of("maskkv", selector="none"), prompts)
 
 
-def test_arms_come_by_budget_and_lines_by_name() -> None:
+def test_arms_come_by_budget() -> None:
     arms = arms_of(["h2o", "snapkv"], [8, 16], [0.1])
     assert [arm.label for arm in arms] == [
         DENSE, "dllm_serve, 0.1", "sparse_dllm, 0.1", "h2o, 8", "snapkv, 8", "h2o, 16", "snapkv, 16"
     ]  # fmt: skip
-    found: dict[Arm, Scores] = {arm: {} for arm in arms}
-    assert {name: [a.budget for a in of] for name, of in lines(found, False).items()} == {
-        "h2o": [8, 16],
-        "snapkv": [8, 16],
-    }
-    assert list(lines(found, True)) == ["dllm_serve", "sparse_dllm"]
 
 
 def results() -> dict[Arm, Scores]:
@@ -100,16 +92,15 @@ def results() -> dict[Arm, Scores]:
 
 def test_tables() -> None:
     report = Report("title")
-    tables(report, results(), {False: 8, True: 0.1}, {"squeeze": "not measured."})
-    assert [len(rows) for *_, rows, _ in report.tables] == [3, 4, 2, 2, 2, 2, 4]
-    (_, columns, rows, note), by_length, grid, _, by_length_serve, _, reuse = report.tables
+    tables(report, results(), {"squeeze": "not measured."})
+    assert [len(rows) for *_, rows, _ in report.tables] == [3, 4, 2, 2, 4]
+    (_, columns, rows, note), by_length, _, by_length_serve, reuse = report.tables
     assert columns == ["pairs", "8", "16"]
     assert rows[0] == ["dense", "100 (81 to 100)", "100 (81 to 100)"]
     assert rows[1] == ["h2o", "50 (28 to 72)", "62.5 (39 to 82)"]
     assert rows[2] == ["snapkv", "n/a", "50 (28 to 72)"]
     assert note == "squeeze was left out: not measured."
     assert by_length[2][0] == ["h2o, 128 tokens", "50", "62.5"]
-    assert grid[1:3] == (["depth", "0", "1"], [["h2o, 8, 128 tokens", "0", "100"], ["h2o, 8, 256 tokens", "0", "100"]])
     assert by_length_serve[2] == [["dllm_serve, 128 tokens", "50"], ["dllm_serve, 256 tokens", "100"]]
     assert reuse[2] == [
         ["dense", 10.0, "0", "0"],
@@ -120,9 +111,3 @@ def test_tables() -> None:
     cells = json.loads(json.dumps(cells_of(results())))
     assert len(cells) == 20
     assert sum(cell["hits"] for cell in cells if cell["arm"] == "h2o") == 8 + 10
-
-
-def test_plot(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot(results(), {False: 8, True: 0.1}, tmp_path / "p.png", "title")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")

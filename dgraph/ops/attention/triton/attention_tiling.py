@@ -64,7 +64,7 @@ def tiling_for(
     """Choose the tiling for a shape: n rows of b sequences, `heads` query and KV heads, at most `keys` keys a sequence.
 
     Block sizes are the best of those measured on an H200 with D = 128 at the clocks of a long run
-    (`benchmarks.attention_tilings`). A tile of 64 stacked rows is the smallest that the matrix units take whole. Two of
+    (benchmarks/results/kernels.md). A tile of 64 stacked rows is the smallest that the matrix units take whole. Two of
     them fit on a multiprocessor, and one computes while the other waits. It has room for the sequences of a ragged
     batch that have more rows than others. Narrower tiles pay where a sequence has hardly a row, wider ones, which read
     the keys less often, where it has a thousand. Where rows fill the tile of warps with roles of their own, and tiles
