@@ -19,7 +19,7 @@ from dgraph.recipes import RECIPES
 from dgraph.recipes.base import options_of
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("benchmarks", "dgraph", "docs", "models")
+FOLDERS = ("benchmarks", "dgraph", "docs", "models", "training")
 FILES = [ROOT / "README.md", *(file for name in FOLDERS for file in sorted((ROOT / name).rglob("*.*")))]
 EARLIER = re.compile(r"`[^`]*` at [0-9a-f]{7}\b")
 """Commands of an earlier commit, which need not run today."""
@@ -30,7 +30,7 @@ TEXTS = {
 }
 
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
-SHOWN = re.compile(r"\bdgraph (?=[a-z])[^`\n]*|-m (?:dgraph|benchmarks|models)[.\w]*[^`\n]*")
+SHOWN = re.compile(r"\bdgraph (?=[a-z])[^`\n]*|-m (?:dgraph|benchmarks|training)[.\w]*[^`\n]*")
 NO_COMMAND = re.compile(r"\s#\s|&&|\sand\s|\s{3,}(?!-)")
 ELSEWHERE = {"--nproc-per-node", "--no-deps", "--tasks"}
 """Options of other programs, beside those with an underscore."""
