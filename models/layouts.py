@@ -268,7 +268,7 @@ def _as_bytes(words: Tensor, columns: int, bits: int) -> Stored:
 
 def _numbers(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, words] of unsigned numbers as the stored number of each: 0..15 of 4 bits, or int8 around 0."""
-    # Of one column torch calls strides contiguous by which words are no bytes side by side.
+    # For one column torch calls strides contiguous although the bytes of its words do not lie side by side.
     as_bytes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return unpacked(as_bytes) if bits == 4 else _around_zero(as_bytes)
 

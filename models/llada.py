@@ -37,7 +37,7 @@ _KEYS = {
     "rms_norm_eps": "rms_norm_eps",
 }
 
-# What OLMo's code can do, and what of it is Llama; None where a missing key means the same.
+# Settings of OLMo's code, with the values that are Llama's; None where a missing key means the same.
 _REPRESENTABLE: dict[str, tuple[Any, ...]] = {
     "block_type": ("llama",),
     "block_group_size": (1, None),

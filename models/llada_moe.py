@@ -26,7 +26,7 @@ FACTS: dict[str, Any] = {
     "logit_shift": 0,
 }
 
-# What its code can do, and what of it is Qwen3-MoE; None where a missing key means the same.
+# Settings of its code, with the values that are Qwen3-MoE's; None where a missing key means the same.
 _REPRESENTABLE: dict[str, tuple[Any, ...]] = {
     "qk_layernorm": (True,),
     "moe_router_score_function": ("softmax", None),

@@ -207,8 +207,8 @@ def native_spec(
     guesses = ("mask_id", "eos_ids", *(("block_length",) if spec.attention == "block_causal" else ()))
     if guessed := [f"{name}={assumed[name]}" for name in guesses if assumed.get(name)]:
         warn(
-            f"{family}: {', '.join(guessed)} is assumed, since nothing that came with the model says otherwise; give "
-            f"what differs, e.g. {given_as(guessed[0].partition('=')[0])}."
+            f"{family}: assuming {', '.join(guessed)} (not in config.json); override it, e.g. with "
+            f"{given_as(guessed[0].partition('=')[0])}."
         )
     return spec
 

@@ -389,7 +389,7 @@ def _loader(folder: Path, files: tuple[str, ...]) -> Callable[[], Any] | None:
     known = named or config.model_type in transformers.CONFIG_MAPPING
     if known or (whole and not said.get("auto_map")):
         return partial(transformers.AutoTokenizer.from_pretrained, config=config, trust_remote_code=False, **place)
-    # A class of the folder's own is code. Those that models come with (Dream) read what these classes read.
+    # A class of the folder's own is code, which is not run. These classes read the same files (Dream's, for one).
     kinds = {_WHOLE: transformers.PreTrainedTokenizerFast, _BYTE_LEVEL: transformers.Qwen2Tokenizer}
     return partial(kinds[files].from_pretrained, **place) if files in kinds else None
 

@@ -1,4 +1,4 @@
-"""A linter of prose: how docstrings begin, words that say nothing, and sentences that are too long.
+"""A linter of prose in docstrings, comments, help texts and messages: openings, empty words, long sentences.
 
 python -m tests.prose dgraph/engine        # every finding, as file:line
 python -m tests.prose --count              # findings by rule, over dgraph and models
@@ -7,8 +7,10 @@ python -m tests.prose --count              # findings by rule, over dgraph and m
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,20 +80,73 @@ def sentences(paragraph: str) -> list[str]:
     return [each for each in re.split(r"(?<=[.;!?])\s+(?=\S)", plain) if each]
 
 
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment of a file; lines of a comment that follow each other are one text."""
+    block: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type != tokenize.COMMENT or re.match(r"#( (type|noqa|ruff|pragma)\b|!)", token.string):
+            continue
+        (line, column), text = token.start, token.string.lstrip("#: ").strip()
+        alone = not token.line[:column].strip()
+        if block and not (alone and line == block[-1][0] + 1):
+            yield block[0][0], " ".join(text for _, text in block)
+            block = []
+        block.append((line, text))
+    if block:
+        yield block[0][0], " ".join(text for _, text in block)
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each help text, and of each text that an error or a warning is made with.
+
+    Values within an f-string read as one word.
+    """
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        named = {keyword.arg: keyword.value for keyword in node.keywords}
+        name = ast.unparse(node.func).rpartition(".")[2]
+        given = [named[key] for key in ("help", "epilog", "hint") if key in named]
+        if re.fullmatch(r"[A-Z]\w*(Error|Warning|Lost|Differ)|warn|complain|refuse\w*", name):
+            given += node.args[:1]
+        for value in given:
+            text = _text(value)
+            if text:
+                yield value.lineno, text
+
+
+def _text(value: ast.AST) -> str:
+    if isinstance(value, ast.Constant) and isinstance(value.value, str):
+        return value.value
+    if isinstance(value, ast.JoinedStr):
+        return "".join(_text(part) if isinstance(part, ast.Constant) else "x" for part in value.values)
+    return ""
+
+
 def findings(path: Path) -> Iterator[Finding]:
     """Every place of a file where a rule is broken."""
     for line, text in docstrings(path):
         first = text.strip().split("\n")[0]
         if OPENING.match(first):
             yield Finding(path, line, "opening", first)
-        for paragraph in paragraphs(text):
-            for word in EMPTY.findall(re.sub(r"`[^`]*`", "", paragraph)):
-                yield Finding(path, line, "empty word", word)
-            for number, sentence in enumerate(sentences(paragraph)):
-                if SENTENCE.match(sentence) and not (paragraph.startswith(first) and number == 0):
-                    yield Finding(path, line, "sentence", sentence)
-                if len(sentence.split()) > LONGEST:
-                    yield Finding(path, line, f"over {LONGEST} words", sentence)
+        for number, paragraph in enumerate(paragraphs(text)):
+            yield from _in_paragraph(path, line, paragraph, first=number == 0)
+    for line, text in comments(path):
+        yield from _in_paragraph(path, line, text, kind="comment, ")
+    for line, text in messages(path):
+        for paragraph in text.split("\n\n"):
+            if not paragraph.startswith("\b"):
+                yield from _in_paragraph(path, line, paragraph, kind="message, ")
+
+
+def _in_paragraph(path: Path, line: int, paragraph: str, first: bool = False, kind: str = "") -> Iterator[Finding]:
+    for word in EMPTY.findall(re.sub(r"`[^`]*`", "", paragraph)):
+        yield Finding(path, line, f"{kind}empty word", word)
+    for number, sentence in enumerate(sentences(paragraph)):
+        if SENTENCE.match(sentence) and not (first and number == 0):
+            yield Finding(path, line, f"{kind}sentence", sentence)
+        if len(sentence.split()) > LONGEST:
+            yield Finding(path, line, f"{kind}over {LONGEST} words", sentence)
 
 
 def files(names: Sequence[str] = FOLDERS) -> list[Path]:

@@ -261,7 +261,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[],
         help='JSONL of {"prompt", "response"} or {"text"}, and how often a pass has a document of it; may repeat',
     )
-    parser.add_argument("--dialogues", type=int, default=0, help="besides, so many that the base writes itself")
+    parser.add_argument(
+        "--dialogues", type=int, default=0, help="number of further dialogues that the base writes itself"
+    )
     parser.add_argument("--prompts", type=Path, help='JSONL whose "prompt"s it answers in these; else it asks itself')
     parser.add_argument("--opening", action="append", default=[], help="how it begins to ask itself, half of the time")
     parser.add_argument("--dialogue-rows", type=int, default=64, help="dialogues written at once")

@@ -132,7 +132,9 @@ def write(
     for number, made in batches() if done < total else ():
         if made is None:
             assert prompts is not None
-            raise InputError(f"{len(prompts)} prompts do not make so many dialogues; give more, or fewer --dialogues.")
+            raise InputError(
+                f"{len(prompts)} prompts are too few for the dialogues asked for; give more, or fewer --dialogues."
+            )
         new = [pair for pair in made if pair.prompt not in seen][: total - done]
         if not ranks.rank:
             _append(path, [{**pair._asdict(), "batch": number} for pair in new])

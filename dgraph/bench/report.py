@@ -140,7 +140,7 @@ def check_plot(path: Path) -> None:
         raise InputError("--plot needs matplotlib; install it with: pip install 'dgraph[bench]'.") from None
     known, suffix = backend_bases.FigureCanvasBase.get_supported_filetypes(), path.suffix.removeprefix(".").lower()
     if suffix and suffix not in known:  # without one matplotlib adds that of its default
-        raise InputError(f"--plot {path} cannot be written: {suffix!r} is none of the formats {', '.join(known)}.")
+        raise InputError(f"--plot {path} cannot be written: {suffix!r} is not one of the formats {', '.join(known)}.")
 
 
 def plot(done: Sequence[Measured], path: Path, title: str) -> None:

@@ -212,7 +212,7 @@ def synthesise(
     steps, rows = (Fraction(str(dense)) - 1) * histories, Fraction(str(kept)) * tokens
     if steps.denominator > 1 or rows.denominator > 1 or not histories <= steps <= tokens:
         raise InputError(
-            f"dense={dense} and kept={kept} rows per token cannot be met by {histories} blocks of {block}: "
+            f"dense={dense} and kept={kept} rows per token cannot be met by {histories} blocks of {block}. "
             f"{float(steps):g} steps and {float(rows):g} rows must be whole, and a step commits at least one column."
         )
     found = [_left_to_right(block, count, jump, draw) for count in _shares(int(steps), histories, block, draw)]

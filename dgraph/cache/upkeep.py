@@ -143,7 +143,7 @@ def import_(store: Store, file: Path, trust: bool = False) -> tuple[list[str], l
     Args:
         store: the destination.
         file: the file.
-        trust: artifacts are code that later programs run; say that you trust who made the file.
+        trust: must be True, since artifacts contain code that dgraph will execute.
 
     Returns:
         Digests of the entries that were taken in, and of those that were there already.
@@ -153,7 +153,9 @@ def import_(store: Store, file: Path, trust: bool = False) -> tuple[list[str], l
             one stay.
     """
     if not trust:
-        raise CacheError(f"{file} holds code that programs will run; if you trust who made it, say so with trust=True.")
+        raise CacheError(
+            f"{file} contains compiled code that dgraph will execute. Pass trust=True if you trust its source."
+        )
     taken, present = [], []
     try:
         with zipfile.ZipFile(file) as opened:

@@ -52,7 +52,9 @@ def bench(
     commits: workload.Commits = None,
     steps: workload.Steps = None,
     threshold: workload.Threshold = None,
-    ablation: Annotated[bool, typer.Option("--ablation", help="The recipe without each of its parts, too.")] = False,
+    ablation: Annotated[
+        bool, typer.Option("--ablation", help="Also measure the recipe without each of its parts.")
+    ] = False,
     buckets: given.Buckets = None,
     no_graphs: workload.NoGraphs = False,
     backend: workload.Backend = "inductor",
@@ -62,8 +64,8 @@ def bench(
     device: workload.Device = None,
     tp: given.Ranks = 1,
     fact: given.Facts = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file.", show_default=False)] = None,
 ) -> None:
     """Measure what a step costs: time by stage and kernel, rows, memory, host reads, and its floor at the same rows.
 
@@ -151,8 +153,10 @@ def record(
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     threshold: Annotated[float, typer.Option(help="Commit tokens above this confidence, in (0, 1].")] = 0.9,
-    prompts: Annotated[int, typer.Option(help="How many of the model's held-out passages.")] = 50,
-    prompt_file: Annotated[str | None, typer.Option(help="Instead: a file with a prompt per line.")] = None,
+    prompts: Annotated[int, typer.Option(help="Number of the model's held-out passages.")] = 50,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="A file with a prompt per line, instead of held-out passages.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 128,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     weights: given.Weights = None,

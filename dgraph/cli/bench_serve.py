@@ -45,11 +45,14 @@ def serve(
         ),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Instead: requests per second, as 0.5,1.", show_default=False)
+        str | None,
+        typer.Option(help="Requests per second instead of shares of the capacity, as 0.5,1.", show_default=False),
     ] = None,
     clients: Annotated[
         str | None,
-        typer.Option(help="Instead: so many, each with one request at a time, as 1,4,16.", show_default=False),
+        typer.Option(
+            help="Numbers of clients instead of a rate, each with one request at a time, as 1,4,16.", show_default=False
+        ),
     ] = None,
     trace: Annotated[
         str | None,
@@ -59,26 +62,33 @@ def serve(
         ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="How many; of a trace the first ones.", show_default="100, or the whole trace")
+        int | None,
+        typer.Option(help="Number of requests; the first ones of a trace.", show_default="100, or the whole trace"),
     ] = None,
     arrivals: Annotated[str, typer.Option(help="poisson, gamma:CV (bursts above 1) or constant.")] = "poisson",
     prompt: Annotated[
         str, typer.Option(help="Tokens of a prompt: a number, uniform:128-1024, lognormal:MEDIAN,SIGMA, or a file.")
     ] = "uniform:32-256",
     shared: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 0,
-    tokens: Annotated[str, typer.Option(help="New tokens, as --prompt.")] = "64",
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after a stop token.")] = False,
+    tokens: Annotated[str, typer.Option(help="New tokens per request, in the forms of --prompt.")] = "64",
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Decode to the length limit, past stop tokens.")
+    ] = False,
     block: workload.Block = None,
     commits: workload.Commits = None,
     steps: workload.Steps = None,
     threshold: workload.Threshold = None,
-    sequences: Annotated[int | None, typer.Option(help="Slots.", show_default="16, or 64 on a GPU")] = None,
+    sequences: Annotated[
+        int | None, typer.Option(help="Requests that decode at a time.", show_default="16, or 64 on a GPU")
+    ] = None,
     rows: Annotated[int | None, typer.Option(help="Budget of rows of a step.", show_default="the engine's")] = None,
     mixed_rows: Annotated[
-        int | None, typer.Option(help="Rows of prompts among them; 0 for none.", show_default="the engine's")
+        int | None,
+        typer.Option(help="Rows of prompts within a step's budget; 0 for none.", show_default="the engine's"),
     ] = None,
     logit_rows: Annotated[
-        int | None, typer.Option(help="Rows whose logits exist at a time.", show_default="the recipe's")
+        int | None,
+        typer.Option(help="Rows of an LM-head chunk: logits in memory at a time.", show_default="the recipe's"),
     ] = None,
     max_tokens: Annotated[
         int | None,
@@ -87,15 +97,19 @@ def serve(
     kv: Annotated[
         str | None, typer.Option(help="Memory of keys and values, as 8G.", show_default="the engine's")
     ] = None,
-    pages: Annotated[str, typer.Option(help="How they are given out: block or life.")] = "block",
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep no keys of prompts.")] = False,
+    pages: Annotated[
+        str, typer.Option(help="Page allocation: block (as a request grows) or life (all at admission).")
+    ] = "block",
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Do not reuse keys and values of equal prompt prefixes.")
+    ] = False,
     limit: Annotated[
-        float | None, typer.Option(help="Seconds of latency within which a request is good.", show_default=False)
+        float | None, typer.Option(help="Latency target in seconds, for goodput.", show_default=False)
     ] = None,
     warm_share: Annotated[
-        float, typer.Option(help="Share of the requests, the first to come, that latencies leave out.")
+        float, typer.Option(help="Share of the first requests to leave out of latencies, as warm-up.")
     ] = 0.1,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of arrivals and lengths.")] = 0,
     buckets: given.Buckets = None,
     no_graphs: workload.NoGraphs = False,
     backend: workload.Backend = "inductor",
@@ -104,8 +118,8 @@ def serve(
     device: workload.Device = None,
     tp: given.Ranks = 1,
     fact: given.Facts = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this file.", show_default=False)] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this file.", show_default=False)] = None,
 ) -> None:
     """Measure an engine under load: throughput, latency, and what the scheduler made of it.
 

@@ -45,7 +45,7 @@ def ls(cache: Folder = None, json: given.Json = False) -> None:
 
 def show(
     name: Name,
-    full: Annotated[bool, typer.Option("--full", help="With every setting of Inductor.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show every setting of Inductor.")] = False,
     cache: Folder = None,
     json: given.Json = False,
 ) -> None:
@@ -86,7 +86,7 @@ def show(
 def why(
     before: Name,
     after: Name,
-    full: Annotated[bool, typer.Option("--full", help="With every line of long differences.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show every line of long differences.")] = False,
     cache: Folder = None,
     json: given.Json = False,
 ) -> None:
@@ -156,7 +156,7 @@ def path(json: given.Json = False) -> None:
         print_text(str(folder))
 
 
-app = typer.Typer(help="List, check and carry what was compiled.", no_args_is_help=True)
+app = typer.Typer(help="List, check, export and import compiled artifacts.", no_args_is_help=True)
 app.command("ls")(ls)
 app.command("show")(show)
 app.command("why")(why)

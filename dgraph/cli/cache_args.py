@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 SHOWN = 12
 """Digits of a name that are shown; any unambiguous beginning is understood."""
 
-Name = Annotated[str, typer.Argument(help="An artifact: the beginning of its name.", show_default=False)]
-Names = Annotated[list[str] | None, typer.Argument(help="Artifacts: beginnings of their names.", show_default="all")]
+Name = Annotated[str, typer.Argument(help="Name of an artifact, or its beginning.", show_default=False)]
+Names = Annotated[list[str] | None, typer.Argument(help="Names of artifacts, or their beginnings.", show_default="all")]
 Folder = Annotated[
-    str | None, typer.Option("--cache", metavar="FOLDER", help="Another cache.", show_default="the user's own")
+    str | None, typer.Option("--cache", metavar="FOLDER", help="Folder of the cache.", show_default="the user's own")
 ]
 
 

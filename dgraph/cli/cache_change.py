@@ -16,7 +16,7 @@ from dgraph.cli.units import size_text
 
 def gc(
     limit: Annotated[
-        str | None, typer.Option(help="Bytes to stay below, as 500M or 4G.", show_default="DGRAPH_CACHE_SIZE or 4G")
+        str | None, typer.Option(help="Size limit of the cache, as 500M or 4G.", show_default="DGRAPH_CACHE_SIZE or 4G")
     ] = None,
     cache: Folder = None,
     json: given.Json = False,
@@ -87,7 +87,7 @@ def export(
 
 def import_(
     file: Annotated[str, typer.Argument(help="A file that export wrote.", show_default=False)],
-    trust: Annotated[bool, typer.Option("--trust", help="Artifacts are code: you trust who made the file.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Import compiled code from a source that you trust.")] = False,
     cache: Folder = None,
     json: given.Json = False,
 ) -> None:
@@ -100,13 +100,15 @@ def import_(
     from dgraph.errors import CacheError
 
     if not trust:
-        raise CacheError(f"{file} holds code that later programs run; if you trust who made it, add --trust.")
+        raise CacheError(
+            f"{file} contains compiled code that dgraph will execute. Add --trust if you trust its source."
+        )
     with status(f"reading {file}"):
         taken, present = upkeep.import_(open_cache(cache), Path(file), trust)
     if json:
         print_json({"file": file, "imported": taken, "present": present})
     else:
-        print_text(f"{len(taken)} artifacts imported, {len(present)} were there already")
+        print_text(f"{len(taken)} artifacts imported, {len(present)} already in the cache")
 
 
 def _print_removed(digests: list[str], freed: int, json: bool) -> None:

@@ -33,15 +33,15 @@ def calibrate(
         Path | None,
         typer.Option(help='A JSONL file of {"prompt": ...}, instead of prompts of the model\'s own tasks.'),
     ] = None,
-    count: Annotated[int, typer.Option(help="Prompts at most.")] = 60,
+    count: Annotated[int, typer.Option(help="Largest number of prompts.")] = 60,
     tokens: Annotated[
         int | None,
         typer.Option(help="Masks after each prompt.", show_default="its tasks' or 128; a block, if it is block-causal"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write here.", show_default="calibration.json beside the model")
+        Path | None, typer.Option(help="The file to write.", show_default="calibration.json beside the model")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts of its tasks; `dgraph eval --seed` draws others.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the tasks' prompts; `dgraph eval --seed` uses others.")] = 0,
     dtype: given.Dtype = None,
     device: given.Device = None,
     fact: given.Facts = None,

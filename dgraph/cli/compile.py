@@ -28,11 +28,11 @@ def compile_(
     fact: given.Facts = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="On a GPU, also compile and time kernels for batches of up to so many.", show_default=False),
+        typer.Option(help="Largest batch size to compile and time kernels for, on a GPU.", show_default=False),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(help="With --batch: positions per sequence.", show_default="the model's longest"),
+        typer.Option(help="Positions per sequence, with --batch.", show_default="the model's longest"),
     ] = None,
     cache: Folder = None,
     check: given.Check = "",
@@ -79,6 +79,6 @@ def compile_(
     if json:
         print_json({"model": made.model.name, "recipe": made.recipe.to_json(), **found, "cache": str(store.root)})
     else:
-        there = f"{len(compiler.compiled)} regions compiled, {len(compiler.loaded)} were there already"
+        there = f"{len(compiler.compiled)} regions compiled, {len(compiler.loaded)} already in the cache"
         tilings = f", tilings timed for {timed} shapes, {kernels} kernels compiled" if batch is not None else ""
         print_text(f"{made.model.name} under {recipe}: {there}{tilings} ({seconds:.1f} s)")

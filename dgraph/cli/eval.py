@@ -34,11 +34,13 @@ def evaluate(
     model: given.Model,
     recipe: Annotated[
         list[str] | None,
-        typer.Option("--recipe", "-r", metavar=CHOICE, help="May be repeated.", show_default="focus"),
+        typer.Option(
+            "--recipe", "-r", metavar=CHOICE, help="See `dgraph recipes`; may be repeated.", show_default="focus"
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of every recipe that has it."),
+        typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option, set for every recipe that has it."),
     ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(metavar=CHOICE, help="A decoding rule; may be repeated.", show_default=False)
@@ -46,21 +48,23 @@ def evaluate(
     threshold: Annotated[
         float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Instead: steps per block.", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Fixed steps per block, instead of --threshold.", show_default=False)
+    ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=V1,V2,...", help="An option of a recipe or rule; may be repeated: all combinations."),
     ] = None,
     against: Annotated[
-        str, typer.Option(metavar=CHOICE, help="The recipe whose responses others should give; none for none.")
+        str, typer.Option(metavar=CHOICE, help="Reference recipe whose responses others are compared with, or none.")
     ] = "dense",
     weights: Annotated[
         list[str] | None,
         typer.Option(
             metavar=f"{given.FORMAT}|FOLDER",
             help="Store weights as fp8, int8, int4, w8a8-fp8, w8a8-int8 or fp8:lm_head=true,embeddings=true, or take "
-            "those of a folder that has the same model quantised; may be repeated. What --against names keeps them as "
-            "they are.",
+            "those of a folder that has the same model quantised; may be repeated. The recipe of --against keeps "
+            "its own.",
             show_default="as they are",
         ),
     ] = None,

@@ -14,6 +14,7 @@ from dgraph.cli.generate_data import generate_data, help_generate
 from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
 from dgraph.cli.ranks import leads, ranks
 from dgraph.errors import InputError
+from dgraph.types.card import counted
 
 if TYPE_CHECKING:
     from dgraph.compiler.compiled_model import Optimized
@@ -34,7 +35,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="A file with a JSON object per line: a prompt or messages, and if wanted an id and settings.",
+            help="A JSONL file: each line has a prompt or messages, and optionally an id and settings.",
             show_default=False,
         ),
     ] = None,
@@ -42,7 +43,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Where answers to --data go, a JSON object per line; those that are there are not asked again.",
+            help="The JSONL file of answers to --data; lines already answered are skipped.",
             show_default=False,
         ),
     ] = None,
@@ -54,31 +55,38 @@ def generate(
     threshold: Annotated[
         float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Instead: steps per block.", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Fixed steps per block, instead of --threshold.", show_default=False)
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(help="A decoding rule by name; see `dgraph policies`.", show_default=False)
     ] = None,
     block_length: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token.", show_default="the policy's, or 0")
+        float | None,
+        typer.Option(help="Sampling temperature; 0 takes the most likely token.", show_default="the policy's, or 0"),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the most likely tokens of this share.", show_default="the policy's, or 1"),
+        typer.Option(
+            help="Sample from the most likely tokens whose probabilities add up to this share.",
+            show_default="the policy's, or 1",
+        ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw from so many tokens; 0 for all.", show_default="the policy's, or 0")
+        int | None,
+        typer.Option(help="Sample from the K most likely tokens; 0 for all.", show_default="the policy's, or 0"),
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a response; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for sampling.")] = 0,
     max_batch: Annotated[
         int | None,
-        typer.Option(help="Prompts at a time.", show_default="all, or with --data 16, and 64 on a GPU"),
+        typer.Option(help="Prompts decoded at a time.", show_default="all, or with --data 16, and 64 on a GPU"),
     ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Answer --data in actors on Ray.", rich_help_panel=REPLICAS)
     ] = False,
-    replicas: Annotated[int, typer.Option(help="Actors of --ray.", min=1, rich_help_panel=REPLICAS)] = 1,
+    replicas: Annotated[int, typer.Option(help="Number of actors, with --ray.", min=1, rich_help_panel=REPLICAS)] = 1,
     tp: given.Ranks = 1,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
@@ -267,7 +275,9 @@ def _print(prompts: list[str], texts: list[str], counts: dict[str, Any]) -> None
         print_text(text)
     if ERR.is_terminal:
         ERR.print(
-            "{tokens} tokens, of {decoded} decoded in {steps} steps: {tokens_per_step:.2f} tokens per step, "
-            "{rows_per_token:.1f} rows per token, {total:.2f} s".format_map(counts),
+            "{tokens} tokens ({decoded} decoded) in {counted}: {tokens_per_step:.2f} tokens per step, "
+            "{rows_per_token:.1f} rows per token, {total:.2f} s".format(
+                **counts, counted=counted(counts["steps"], "step")
+            ),
             style="dim",
         )

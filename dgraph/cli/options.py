@@ -37,7 +37,7 @@ Facts = Annotated[
     typer.Option(
         "--fact",
         metavar="NAME=VALUE",
-        help="What holds of the model instead of what its folder says, as block_length=4; may be repeated.",
+        help="Override a model property of config.json, as block_length=4; may be repeated.",
     ),
 ]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a self-contained page.", show_default=False)]
@@ -58,7 +58,7 @@ Ranks = Annotated[
         show_default="1, or the ranks that torchrun has started",
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", show_default="cpu")]
+Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1, ...", show_default="cpu")]
 Weights = Annotated[
     str | None,
     typer.Option(

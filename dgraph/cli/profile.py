@@ -30,14 +30,16 @@ def profile(
         int | None, typer.Option(help="Rows of a step at most.", show_default="16384 on a GPU, 1024 on a CPU")
     ] = None,
     logit_rows: Annotated[
-        int | None, typer.Option(help="Rows whose logits exist at a time.", show_default="the recipe's")
+        int | None,
+        typer.Option(help="Rows of an LM-head chunk: logits in memory at a time.", show_default="the recipe's"),
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option(help="At a time, for the decode state.", show_default="as many as have a block each")
+        int | None,
+        typer.Option(help="Sequences that the decode state has room for.", show_default="as many as have a block each"),
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="Bytes that may be used in all, as 24G.", show_default="the GPU's; 4G on a CPU"),
+        typer.Option(help="Memory limit in bytes, as 24G.", show_default="the GPU's; 4G on a CPU"),
     ] = None,
     steps: Annotated[bool, typer.Option("--steps", help="Also time steps, for `dgraph simulate`.")] = False,
     shape: Annotated[
@@ -49,7 +51,7 @@ def profile(
     weights: given.Weights = None,
     device: given.Device = None,
     fact: given.Facts = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", show_default=False)] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.", show_default=False)] = None,
 ) -> None:
     """Say where the memory of a device goes when a model is served, and how many sequences of which length fit.
 

@@ -41,25 +41,29 @@ def serve(
     ] = None,
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for everybody.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any free one.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 for any free port.")] = 8000,
     name: Annotated[
         str | None,
-        typer.Option("--served-model-name", help="What clients call the model.", show_default="the model's name"),
+        typer.Option("--served-model-name", help="Model name in the API.", show_default="the model's name"),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help=f"A key that clients send; may be repeated. Also {KEY_VARIABLE}, with commas."),
+        typer.Option(
+            help=f"API key that clients must send; may be repeated. Also {KEY_VARIABLE}, separated by commas."
+        ),
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file with a key per line.", show_default=False)] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with an API key per line.", show_default=False)
+    ] = None,
     max_sequences: Annotated[
         int | None,
-        typer.Option(help="Requests at a time.", show_default="16, or 64 on a GPU", rich_help_panel=ENGINE),
+        typer.Option(help="Requests that decode at a time.", show_default="16, or 64 on a GPU", rich_help_panel=ENGINE),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Positions of a request, prompt and response together.",
+            help="Longest request in tokens, prompt and response together.",
             show_default="4096, or what the model has",
             rich_help_panel=ENGINE,
         ),
@@ -67,7 +71,9 @@ def serve(
     max_batched_rows: Annotated[
         int | None,
         typer.Option(
-            help="Rows of a step.", show_default="8192, on a CPU 512 of them of prompts", rich_help_panel=ENGINE
+            help="Largest number of rows of a step.",
+            show_default="8192, on a CPU 512 of them of prompts",
+            rich_help_panel=ENGINE,
         ),
     ] = None,
     max_mixed_rows: Annotated[
@@ -81,67 +87,78 @@ def serve(
     ] = None,
     max_logit_rows: Annotated[
         int | None,
-        typer.Option(help="Rows whose logits exist at a time.", show_default="the recipe's", rich_help_panel=ENGINE),
+        typer.Option(
+            help="Rows of an LM-head chunk: logits in memory at a time.",
+            show_default="the recipe's",
+            rich_help_panel=ENGINE,
+        ),
     ] = None,
     kv: Annotated[
         str | None,
         typer.Option(help="Memory of keys and values, as 8G.", show_default="the engine's", rich_help_panel=ENGINE),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Who runs in the next step.", rich_help_panel=ENGINE)] = "look_ahead",
+    policy: Annotated[
+        str, typer.Option(help="Scheduler: chooses the requests of the next step.", rich_help_panel=ENGINE)
+    ] = "look_ahead",
     no_prefix_cache: Annotated[
-        bool, typer.Option("--no-prefix-cache", help="Keep no keys of prompts.", rich_help_panel=ENGINE)
+        bool,
+        typer.Option(
+            "--no-prefix-cache", help="Do not reuse keys and values of equal prompt prefixes.", rich_help_panel=ENGINE
+        ),
     ] = False,
     queue: Annotated[
-        int, typer.Option(help="Requests that may wait; more are told to come back.", rich_help_panel=LIMITS)
+        int, typer.Option(help="Longest queue; further requests get status 503.", rich_help_panel=LIMITS)
     ] = 1024,
-    max_body: Annotated[str, typer.Option(help="Bytes of a request, as 4M.", rich_help_panel=LIMITS)] = "8M",
+    max_body: Annotated[str, typer.Option(help="Largest request body in bytes, as 4M.", rich_help_panel=LIMITS)] = "8M",
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(help="Of one prompt.", show_default="what there is room for", rich_help_panel=LIMITS)
+        int | None,
+        typer.Option(help="Longest prompt in tokens.", show_default="what there is room for", rich_help_panel=LIMITS),
     ] = None,
-    max_prompts: Annotated[int, typer.Option(help="Of one completion.", rich_help_panel=LIMITS)] = 64,
+    max_prompts: Annotated[int, typer.Option(help="Prompts of one completion request.", rich_help_panel=LIMITS)] = 64,
     max_n: Annotated[int, typer.Option(help="Choices of one prompt.", rich_help_panel=LIMITS)] = 16,
-    max_stops: Annotated[int, typer.Option(help="Stop texts of one request.", rich_help_panel=LIMITS)] = 16,
+    max_stops: Annotated[int, typer.Option(help="Stop strings of one request.", rich_help_panel=LIMITS)] = 16,
     default_max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="New tokens of a chat that does not say.",
+            help="Default of max_tokens for chats.",
             show_default="128, or all there is room for (block-causal models)",
             rich_help_panel=LIMITS,
         ),
     ] = None,
     keep_alive: Annotated[
-        float, typer.Option(help="Seconds without a token after which a stream gets a comment.", rich_help_panel=LIMITS)
+        float,
+        typer.Option(help="Seconds between keep-alive comments of a stream without tokens.", rich_help_panel=LIMITS),
     ] = 15.0,
     max_connections: Annotated[
         int,
-        typer.Option(help="At a time; fewer where the limit of open files asks for it.", rich_help_panel=LIMITS),
+        typer.Option(help="Open connections; fewer where the limit of open files is lower.", rich_help_panel=LIMITS),
     ] = 2048,
     header_timeout: Annotated[
-        float, typer.Option(help="Seconds within which a request's head must come.", rich_help_panel=LIMITS)
+        float, typer.Option(help="Seconds to receive the head of a request.", rich_help_panel=LIMITS)
     ] = 10.0,
     body_timeout: Annotated[
-        float, typer.Option(help="Seconds within which its body must come.", rich_help_panel=LIMITS)
+        float, typer.Option(help="Seconds to receive the body of a request.", rich_help_panel=LIMITS)
     ] = 30.0,
     idle_timeout: Annotated[
-        float, typer.Option(help="Seconds that a connection may be idle between requests.", rich_help_panel=LIMITS)
+        float, typer.Option(help="Seconds to keep an idle connection open.", rich_help_panel=LIMITS)
     ] = 75.0,
     send_timeout: Annotated[
-        float, typer.Option(help="Seconds that a client may read nothing of its answer.", rich_help_panel=LIMITS)
+        float, typer.Option(help="Seconds that a client may stop reading its response.", rich_help_panel=LIMITS)
     ] = 30.0,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A name by which clients may ask, or *; may be repeated.",
+            help="Host name that clients may use, or *; may be repeated.",
             show_default="without keys: --host and the names of this machine; any where --host is 0.0.0.0",
             rich_help_panel=LIMITS,
         ),
     ] = None,
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that requests may go on after SIGTERM.", rich_help_panel=LIMITS)
+        float, typer.Option(help="Seconds that running requests may take after SIGTERM.", rich_help_panel=LIMITS)
     ] = 30.0,
     allowed_origin: Annotated[
         list[str] | None,
-        typer.Option(help="Of pages elsewhere whose scripts may ask, or *; may be repeated.", rich_help_panel=LIMITS),
+        typer.Option(help="Origin that browsers may call from (CORS), or *; may be repeated.", rich_help_panel=LIMITS),
     ] = None,
     ray: Annotated[
         bool,
@@ -155,13 +172,13 @@ def serve(
     replicas: Annotated[
         str,
         typer.Option(
-            help="How many, with --ray; auto for as many as the load asks for and the cluster has devices for.",
+            help="Number of replicas, with --ray; auto scales with the load, up to the devices of the cluster.",
             rich_help_panel=REPLICAS,
         ),
     ] = "auto",
     tp: given.Ranks = 1,
-    no_access_log: Annotated[bool, typer.Option("--no-access-log", help="No line for every request.")] = False,
-    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into these lines.")] = False,
+    no_access_log: Annotated[bool, typer.Option("--no-access-log", help="Do not log requests.")] = False,
+    log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Log prompts, too.")] = False,
     backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     buckets: given.Buckets = None,
     check: given.Check = "",

@@ -26,27 +26,29 @@ def simulate(
         ),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Instead: how many are drawn.", show_default="1000, without a trace")
+        int | None, typer.Option(help="Number of requests to draw.", show_default="1000, without a trace")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second, on average.", show_default=False)] = None,
     arrivals: Annotated[str, typer.Option(help="poisson, gamma:CV (bursts above 1) or constant.")] = "poisson",
     clients: Annotated[
         int | None,
-        typer.Option(help="Instead of a rate: so many, each with one request at a time.", show_default=False),
+        typer.Option(help="Number of clients instead of a rate, each with one request at a time.", show_default=False),
     ] = None,
     prompt: Annotated[
         str, typer.Option(help="Tokens of a prompt: a number, uniform:128-1024, lognormal:MEDIAN,SIGMA, or a file.")
     ] = "uniform:64-2048",
-    tokens: Annotated[str, typer.Option(help="New tokens, likewise.")] = "256",
+    tokens: Annotated[str, typer.Option(help="New tokens per request, in the forms of --prompt.")] = "256",
     policy: Annotated[
         list[str] | None,
         typer.Option(help="A scheduling policy; may be repeated.", show_default="all of them"),
     ] = None,
     rows: Annotated[int, typer.Option(help="Budget of rows of a step.")] = 8192,
-    sequences: Annotated[int, typer.Option(help="Slots.")] = 64,
-    pages: Annotated[int | None, typer.Option(help="Of the KV pool.", show_default="enough for all slots")] = None,
+    sequences: Annotated[int, typer.Option(help="Requests that decode at a time.")] = 64,
+    pages: Annotated[
+        int | None, typer.Option(help="Pages of the KV pool.", show_default="enough for all slots")
+    ] = None,
     page: Annotated[int, typer.Option(help="Tokens per page.")] = 32,
-    by_block: Annotated[bool, typer.Option("--by-block", help="Take pages as blocks are reached.")] = False,
+    by_block: Annotated[bool, typer.Option("--by-block", help="Allocate pages block by block.")] = False,
     block: Annotated[int, typer.Option(help="Tokens of a block.")] = 32,
     causal: Annotated[bool, typer.Option("--causal", help="A block-causal model, not a bidirectional one.")] = False,
     mixed: Annotated[
@@ -56,7 +58,7 @@ def simulate(
             show_default="the engine's, 512",
         ),
     ] = None,
-    refresh_every: Annotated[int, typer.Option(help="Also a refresh every so many steps; 0 for none.")] = 0,
+    refresh_every: Annotated[int, typer.Option(help="Steps between refreshes; 0 for none.")] = 0,
     commits: Annotated[
         str, typer.Option(help="Tokens that a step commits: a whole number, or drawn:MEAN.")
     ] = "drawn:5",
@@ -65,9 +67,9 @@ def simulate(
         typer.Option(help="A cost model as JSON.", show_default="LLaDA-8B on an H200, from single measurements"),
     ] = None,
     limit: Annotated[
-        float | None, typer.Option(help="Seconds of latency within which a request is good.", show_default=False)
+        float | None, typer.Option(help="Latency target in seconds, for goodput.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of arrivals and lengths.")] = 0,
     json: given.Json = False,
 ) -> None:
     """Compare scheduling policies without a model: the scheduler of the engine under a clock that a cost model moves.

@@ -19,13 +19,13 @@ Phase = Annotated[str, typer.Option(help="A phase of the recipe: step or prefill
 def dump(
     model: given.Model,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", help="Rewrite by it first.", show_default="as captured")
+        str | None, typer.Option("--recipe", "-r", help="Recipe to rewrite the graph by.", show_default="as captured")
     ] = None,
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     phase: Phase = "step",
     after: Annotated[str | None, typer.Option(metavar="PASS", help="Stop after this pass.", show_default=False)] = None,
-    layer: Annotated[int | None, typer.Option(help="Only this layer.", show_default=False)] = None,
+    layer: Annotated[int | None, typer.Option(help="Show this layer alone.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
     tp: Tp = None,
     weights: given.Weights = None,

@@ -26,20 +26,25 @@ NAMED = "Name of an embedded model, or a checkpoint folder."
 
 Named = Annotated[str | None, typer.Option("--model", "-m", help=NAMED, show_default=False)]
 Shape = Annotated[
-    str | None, typer.Option(help="Instead: a published shape with random weights, as sdar-8b.", show_default=False)
+    str | None,
+    typer.Option(help="A published shape with random weights, as sdar-8b, instead of --model.", show_default=False),
 ]
-RandomWeights = Annotated[bool, typer.Option("--random-weights", help="Instead of the model's own.")]
-Layers = Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", show_default=False)]
+RandomWeights = Annotated[
+    bool, typer.Option("--random-weights", help="Draw random weights instead of loading the model's.")
+]
+Layers = Annotated[int | None, typer.Option(help="Number of layers, at most those of the shape.", show_default=False)]
 Block = Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")]
 Commits = Annotated[str | None, typer.Option(help="A trace of commits that every arm follows.", show_default=False)]
-Steps = Annotated[int | None, typer.Option(help="Instead: steps per block.", show_default="15, without a trace")]
+Steps = Annotated[
+    int | None, typer.Option(help="Fixed steps per block, instead of --threshold.", show_default="15, without a trace")
+]
 Threshold = Annotated[
-    float | None, typer.Option(help="Instead: commit tokens above this confidence.", show_default=False)
+    float | None, typer.Option(help="Commit tokens above this confidence, instead of --steps.", show_default=False)
 ]
 NoGraphs = Annotated[bool, typer.Option("--no-graphs", help="Launch op by op on a GPU.")]
 Backend = Annotated[str, typer.Option(help="inductor, or eager to run op by op.")]
 Dtype = Annotated[str | None, typer.Option(help=given.DTYPE, show_default="float32 on a CPU, bfloat16 on a GPU")]
-Device = Annotated[str | None, typer.Option(help="Where to run.", show_default="cuda if there is one")]
+Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda, cuda:1, ...", show_default="cuda if there is one")]
 
 
 def check_files(numbers: Path | None, plot: Path | None) -> None:

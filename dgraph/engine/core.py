@@ -405,7 +405,7 @@ class Driver:
         reach = request.end if ended else settled_end(request, int(report.start[slot]))
         known = len(request.ids) + len(ticket.said)
         ids = self._script.response(slot, known, reach, self.session.spec.eos_ids, request.stops_from)
-        # The next token is a stop token, a mask, or there is none.
+        # The next token is a stop token or a mask, or does not exist.
         stop = any(token >= 0 for token in self._script.tokens(slot, known + len(ids), reach)[:1])
         ticket.said += ids
         ticket.steps += self._script.steps(slot, known, known + len(ids))

@@ -15,7 +15,7 @@ _AUTOREGRESSIVE = (
 _ENCODER = "an encoder: it reads texts, and writes none"
 _IMAGES = "a model of images and text: dgraph decodes text alone"
 
-# What models are, by how the names of their classes end, in transformers and in code of their own; the first one holds.
+# Kinds of models by the end of their class names, in transformers and in remote code; the first match holds.
 _KINDS = {
     "VisionModel": "a model of images: dgraph decodes text",
     "VLForConditionalGeneration": _IMAGES,

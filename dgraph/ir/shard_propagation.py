@@ -277,7 +277,7 @@ class Divided:
         if not dims:
             raise self.error(node, source, f"expected a reshape that keeps its parts, got {self.graph.type_text(node)}")
         inner = product(old[found.dim + 1 :])
-        # Of a head that all ranks have, [1, head_dim], the head.
+        # The last fitting dimension: of [1, head_dim] on every rank it is the head.
         for at in reversed(dims):
             outer = product(new[at + 1 :])
             parts = [(whole * inner / outer, own * inner / outer) for whole, own in found.parts]

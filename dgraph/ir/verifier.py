@@ -236,16 +236,21 @@ def _inputs(graph: Graph) -> Iterable[str]:
             yield f"input {name}: got type {got}, expected {expected} as it is declared"
 
 
+def _undeclared(may: frozenset[str]) -> str:
+    declared = f"changes of {', '.join(sorted(may))} alone" if may else "no changes"
+    return f"the pass declares {declared}; add the name to `signature`"
+
+
 def _signature_changes(before: Signature, after: Signature, may: frozenset[str], may_weights: bool) -> Iterable[str]:
     changed_inputs = set(before.inputs) ^ set(after.inputs)
     for spec in sorted(changed_inputs, key=lambda s: s.name):
         if not _declared(spec.name, may):
             verb = "removed" if spec in before.inputs else "added"
-            yield f"input {spec.name} was {verb}; the pass declares only {sorted(may) or 'nothing'}"
+            yield f"input {spec.name} was {verb}; {_undeclared(may)}"
     for name in sorted(set(before.outputs) ^ set(after.outputs)):
         if not _declared(name, may):
             verb = "removed" if name in before.outputs else "added"
-            yield f"output {name} was {verb}; the pass declares only {sorted(may) or 'nothing'}"
+            yield f"output {name} was {verb}; {_undeclared(may)}"
     changed = {name for name, *_ in before.weights ^ after.weights}
     changed |= {name for name, tensor in before.tensors if tensor() is None}
     if changed and not may_weights:

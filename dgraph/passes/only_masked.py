@@ -81,7 +81,7 @@ class OnlyMasked(Pass):
             return
         queries = self._queries(graph, attention, write, report)
         first = queries[0] if queries else attention
-        # What the program returns is of all rows, and so are the LM head's results.
+        # Outputs of the program have all rows, and so have results of the LM head.
         rows = graph.keep_rows(candidate, before=first, by=by, like=attention, counted=True, but=(head, graph.output))
         head.args = (hidden, weight, bias, candidate, *rest[:4], True, *rest[5:])
         graph.sweep()

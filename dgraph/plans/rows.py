@@ -71,7 +71,7 @@ class RowPlan:
             )
         for what, found in (("full", ahead(self.schedule.full, FIRST)), ("whole", ahead(self.schedule.whole, FIRST))):
             if found is not None and not bool(found):
-                raise InputError(f"the first step of a response must be a {what} one, but is none under {self}.")
+                raise InputError(f"the first step of a response must be a {what} one; under {self} it is not.")
 
     @property
     def fits_blocks(self) -> bool:

@@ -322,11 +322,11 @@ def inductor_settings(device: torch.device) -> dict[str, Any]:
     """Inductor settings of a region; patched for one compilation, never set globally."""
     if device.type != "cuda":
         return {}
-    # A CUDA graph is captured over the whole stage, so Inductor must not capture its own. Of its patterns one matches
-    # here: product plus residual becomes `addmm`, for which torch copies the residual first, in a launch of its own;
-    # left alone the sum is part of the norm after it. Layouts of kernels are not timed when a process first runs them:
-    # that takes longer than loading them, and sums would differ from process to process. None starts early, whatever
-    # the environment says: Inductor's wait where `dgraph.private.early_start` shows that they must not.
+    # A CUDA graph is captured over the whole stage, so Inductor must not capture its own. One of its
+    # patterns matches here: product plus residual becomes `addmm`, for which torch copies the residual in a launch of
+    # its own. Left alone, the sum is part of the norm after it. Layouts of kernels are not timed in a first run: that
+    # takes longer than loading them, and sums would differ between processes. Programmatic launches stay off, whatever
+    # the environment says: Inductor's kernels wait where `dgraph.private.early_start` shows that they must not.
     return {
         "triton.cudagraphs": False,
         "pattern_matcher": False,

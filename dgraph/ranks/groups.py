@@ -161,7 +161,7 @@ class Alone:
 
     def hear(self) -> Any:
         """Raise `InputError`: rank 0 decides and receives no message."""
-        raise InputError("rank 0 tells the others what to do, and hears from nobody.")
+        raise InputError("rank 0 broadcasts to the other ranks and receives no message.")
 
     def exchange(self, value: object) -> list[Any]:
         """[value]"""

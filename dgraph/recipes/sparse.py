@@ -45,8 +45,8 @@ def kept_by_maskkv(
         raise InputError(f"give either pairs or ratio, got pairs={pairs} and ratio={ratio!r}.")
     if spec.attention == "block_causal" and selector != "mask_voting":
         raise InputError(
-            f"selector {selector!r} ranks the prompt's keys by how its own rows attend to them, but {spec.family} is "
-            f"block_causal: the step that chooses forwards no whole block of the prompt. Use 'mask_voting'."
+            f"selector {selector!r} ranks the prompt's keys by how its own rows attend to them. {spec.family} is "
+            f"block_causal: its selecting step forwards no whole block of the prompt. Use 'mask_voting'."
         )
     method = METHODS[selector]
     if ratio and method.budget is not None:

@@ -52,9 +52,9 @@ def check_session(
         )
     if causal and spec.logit_shift and not spec.next_token:
         raise InputError(
-            f"{spec.family}: a block-causal model commits the token that a row predicts for its own position, unless "
-            f"the forward that writes a finished block predicts the next token (next_token=True); "
-            f"got logit_shift={spec.logit_shift}, expected 0."
+            f"{spec.family}: logit_shift={spec.logit_shift}, expected 0. A row of a block-causal model predicts the "
+            f"token at its own position. The exception is a model whose forward of a finished block predicts the next "
+            f"token (next_token=True)."
         )
     spec.check_keys(recommit, kv)
     if block_cache not in BLOCK_CACHES:
@@ -106,8 +106,8 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
         if unknown:
             raise LoweringError(
                 f"program {name!r} reads inputs that the decode loop does not have: {', '.join(unknown)}. "
-                f"It offers {', '.join(sorted(offered))}. What a pass keeps for itself it declares as a cache or as a "
-                f"state (see dgraph.types.shapes.InputSpec)."
+                f"It offers {', '.join(sorted(offered))}. A pass declares its own inputs as "
+                f"caches or states (see dgraph.types.shapes.InputSpec)."
             )
     for name, spec in specs.items():
         if name in OFFERS and (spec.per, spec.dtype) != (OFFERS[name].per, OFFERS[name].dtype):
@@ -179,8 +179,8 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
         if found := [what for what, there in {**others, f"has {plan}": plan is not None}.items() if there]:
             raise InputError(
                 f"{type(policy).__name__} forwards sub-blocks of {size} positions over keys that a step of the whole "
-                f"block has cached, but this recipe says otherwise which rows a step forwards ({', '.join(found)}); "
-                f"use 'dense' with block_cache='off', or leave out cached=True.",
+                f"block has cached. The rows of this recipe's steps are chosen by {', '.join(found)}. "
+                f"Use 'dense' with block_cache='off', or leave out cached=True.",
                 field="policy",
             )
     if not edits(policy):
@@ -232,9 +232,9 @@ def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
         )
     if getattr(policy, "sub_block", None) is not None and not spec.next_token:
         raise InputError(
-            f"{type(policy).__name__} forwards sub-blocks over cached keys of their block (cached=True), which is of "
-            f"models that predict the next token where they encode a block, such as fast_dllm_v2, and {spec.family} is "
-            f"none; leave cached=True out.",
+            f"{type(policy).__name__} forwards sub-blocks over cached keys of their block (cached=True). That needs a "
+            f"model that predicts the next token where it encodes a block, such as fast_dllm_v2; {spec.family} does "
+            f"not. Leave cached=True out.",
             field="policy",
         )
 

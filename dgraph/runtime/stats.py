@@ -104,7 +104,7 @@ class GenerationStats(Described):
     def card(self) -> Card:
         """See `Described`."""
         facts = (
-            ("tokens", f"{self.tokens:,}, of {self.decoded:,} decoded in {counted(self.steps, 'step')}"),
+            ("tokens", f"{self.tokens:,} ({self.decoded:,} decoded) in {counted(self.steps, 'step')}"),
             ("each step", f"{self.tokens_per_step:.2f} tokens of a sequence"),
             ("each token", f"{self.rows_per_token:.1f} rows through the last layers"),
             ("rows", ", ".join(f"{stage} {rows:,}" for stage, rows in self.rows.items())),

@@ -31,8 +31,8 @@ class Neutral:
     def advice(self) -> str:
         """A sentence for a client that sent another value."""
         use = f"use {self.instead}, or " if self.instead else ""
-        ways = "".join(f", or say {json.dumps(value)}" for value in self.values)
-        return f"{use}leave it out{ways}"
+        ways = "".join(f", or send {json.dumps(value)}" for value in self.values)
+        return f"{use}omit it{ways}"
 
     @property
     def schema(self) -> dict[str, Any]:

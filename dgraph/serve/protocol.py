@@ -109,7 +109,7 @@ class Fields(BaseModel):
                     filter(None, ("is no field that this server knows.", hint, "Leave it out"))
                 )
             if not neutral.allows(value):
-                return field, f"cannot be served by this server; {neutral.advice}"
+                return field, f"is not supported; {neutral.advice}"
         return None
 
     @classmethod

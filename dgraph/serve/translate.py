@@ -93,8 +93,7 @@ def _check_tools(body: ChatRequest) -> None:
     """Refuse tools unless the request allows no calls: tools are not shown to the model."""
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         if getattr(body, tools) and getattr(body, choice, None) != "none":
-            advice = f'leave it out, or say {choice} "none"'
-            raise bad_field(tools, f"{tools} cannot be served by this server; {advice}.")
+            raise bad_field(tools, f'`{tools}` is not supported; omit it, or send {choice}: "none".')
 
 
 def _framed(body: ChatRequest, model: ServedModel) -> list[int]:

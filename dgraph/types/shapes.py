@@ -206,7 +206,7 @@ class Symbols:
         self._large = large
         # Types of calls by op and argument types; see `Evaluator`.
         self.results: dict[Any, Any] = {}
-        # What calls do to rows and must not, likewise; see `dgraph.ir.row_rule`.
+        # Faults of calls against the row rule, by the same key; see `dgraph.ir.row_rule`.
         self.rows: dict[Any, str | None] = {}
         self._sizes: dict[str, torch.SymInt] = {}
         self._texts: dict[Any, str] = {}

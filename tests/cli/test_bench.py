@@ -183,7 +183,7 @@ BAD = [
     (("--device", "cuda:99"), ("device 'cuda:99' cannot be used",)),
     (("--json", "no/such/out.json"), ("--json no/such/out.json cannot be written",)),
     (("--plot", "no/such/out.png"), ("--plot no/such/out.png cannot be written",)),
-    (("--plot", "out.pnq"), ("--plot out.pnq cannot be written: 'pnq' is none of the formats", "png")),
+    (("--plot", "out.pnq"), ("--plot out.pnq cannot be written: 'pnq' is not one of the formats", "png")),
 ]
 
 

@@ -216,12 +216,14 @@ def test_export_and_import(run: Run, store: Store, tmp_path: Path) -> None:
     assert one_object(run("cache", "export", "one.zip", a, "--json"))["artifacts"] == [a]
     refused(run("cache", "export", "all.zip"), "all.zip exists; give another name")
     elsewhere = ("--cache", tmp_path / "other")
-    refused(run("cache", "import", "all.zip", *elsewhere), "holds code that later programs run", "add --trust")
+    refused(
+        run("cache", "import", "all.zip", *elsewhere), "contains compiled code that dgraph will execute", "Add --trust"
+    )
     assert not (tmp_path / "other").exists()
     found = one_object(run("cache", "import", "one.zip", "--trust", *elsewhere, "--json"))
     assert (found["imported"], found["present"]) == ([a], [])
     assert printed(run("cache", "import", "all.zip", "--trust", *elsewhere)) == [
-        "1 artifacts imported, 1 were there already"
+        "1 artifacts imported, 1 already in the cache"
     ]
     assert set(folders(Store(tmp_path / "other"))) == {a, b}
     with zipfile.ZipFile("bad.zip", "w") as out:
@@ -269,7 +271,7 @@ def test_compile_fills_the_cache(run: Run, folder: Path, store: Store) -> None:
     assert found["kernels"] == 0
     inductor._COMPILED.clear()
     (line,) = printed(run("compile", folder, "-r", "dense"))
-    assert f" under dense: 0 regions compiled, {count} were there already (" in line
+    assert f" under dense: 0 regions compiled, {count} already in the cache (" in line
 
 
 @pytest.mark.usefixtures("quick")

@@ -272,7 +272,7 @@ BAD: list[tuple[tuple[Any, ...], tuple[str, ...]]] = [
     (("--max-new-tokens", 5000), ("more than the 256 of sdar",)),
     (("--out", "no/such/r.jsonl"), ("--out no/such/r.jsonl cannot be written",)),
     (("--plot", "no/such/p.png"), ("--plot no/such/p.png cannot be written",)),
-    (("--plot", "p.pnq"), ("--plot p.pnq cannot be written: 'pnq' is none of the formats", "png")),
+    (("--plot", "p.pnq"), ("--plot p.pnq cannot be written: 'pnq' is not one of the formats", "png")),
     (("--judge", "bsae"), ("bsae is no autoregressive model", "pip install 'dgraph[smol]'")),
     (("--buckets", "some"), ("buckets must be 'exact'",)),
     (("--backend", "indcutor"), ("backend must be one of",)),

@@ -79,7 +79,7 @@ def test_every_command_hands_them_on(
         seen.append(facts)
         raise InputError("seen")
 
-    monkeypatch.setattr("dgraph.families.load", load)
+    monkeypatch.setattr("dgraph.families.family.load", load)
     monkeypatch.setattr("dgraph.bench.load.load_model", load)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w3 w4", "answer": "w5"}\n', encoding="utf-8")

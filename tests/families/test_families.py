@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import dgraph
-from dgraph import families
 from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName
+from dgraph.families import family as families
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import MASK, VOCAB, draw, tiny_spec
 
@@ -196,7 +196,7 @@ def test_the_tokenizer_may_name_the_mask(tmp_path: Path) -> None:
 
 def test_what_is_assumed_is_said(tmp_path: Path) -> None:
     model = to_transformers(CONFIG, WEIGHTS)
-    with pytest.warns(UserWarning, match=r"block_length=32 is assumed, .* \(--fact block_length= on the command"):
+    with pytest.warns(UserWarning, match=r"assuming block_length=32 .*\(--fact block_length= on the command"):
         dgraph.adopt(model, mask_id=MASK)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -460,8 +460,8 @@ def replace_weight(graph: Graph) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (add_input, r"input extra_0 was added; the pass declares only \['x'\]"),
-        (drop_input, r"input limit was removed; the pass declares only \['x'\]"),
+        (add_input, r"input extra_0 was added; the pass declares changes of x alone; add the name to `signature`"),
+        (drop_input, r"input limit was removed; the pass declares changes of x alone; add the name to `signature`"),
         (rename_output, r"output y was removed.*\n.*output z was added"),
         (replace_weight, r"weights changed \(layers\.0\.norm, layers\.0\.other\); the pass does not declare it"),
         (other_values, r"weights changed \(layers\.0\.norm\); the pass does not declare it"),

@@ -174,7 +174,7 @@ def halve_weight(graph: Graph, report: Report) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        (add_input, r"input extra was added; the pass declares only nothing"),
+        (add_input, r"input extra was added; the pass declares no changes; add the name to `signature`"),
         (add_output, r"output z was added"),
         (halve_weight, r"weights changed \(half, layers\.1\.w\)"),
     ],

@@ -390,7 +390,11 @@ def norm_over_tokens(h: Hand, x: Node, p: Node, b: Node, t: Node) -> Node:
 
 BAD: list[tuple[Body, str, str]] = [
     (across_tokens, "reshape", r"it turns f32\[b, 4, t, 4\] into f32\[b, t, 16\], across tokens"),
-    (no_rule, "renorm", r"no rule is known for it\. Add one with dgraph\.aten_rules\.register in a module of the ent"),
+    (
+        no_rule,
+        "renorm",
+        r"no rule is known for it\. Add one with dgraph\.ir\.aten_rules\.register in a module of",
+    ),
     (by_place, "constant_pad_nd", r"its arguments say by their places which dimensions are meant"),
     (rolled_tokens, "roll", r"it works along dimension 1, which runs over tokens"),
     (tokens_against_tokens, "mul", r"tokens of unsqueeze_default f32\[b, t, 1\] meet others in f32\[b, t, t\]"),

@@ -74,7 +74,7 @@ def test_models_and_programs_that_do_not_fit() -> None:
     BlockSession(fake_spec(8), programs(), plan=RowPlan(Block(), Counted(full_steps=2, every=3)))
     with pytest.raises(InputError, match=r"a model whose attention is bidirectional; 'step' is missing"):
         BlockSession(fake_spec(8, attention="bidirectional"), {"prefill": FakeProgram("prefill")})
-    with pytest.raises(InputError, match="got logit_shift=1, expected 0"):
+    with pytest.raises(InputError, match="logit_shift=1, expected 0"):
         make_session(logit_shift=1)
     with pytest.raises(UnknownName, match=r"unknown block_cache 'dc\+\+'\. Did you mean 'dc\+'"):
         BlockSession(fake_spec(8), programs(), block_cache="dc++")  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class DummyStep:
     def __post_init__(self) -> None:
         if not 1 <= self.width <= self.length or min(self.rows, self.page) < 1:
             raise InputError(
-                f"a dummy step needs at least 1 row, 1 position per page and 1 to {self.length} rows per sequence, got "
+                f"a dummy step needs at least 1 row, 1 position per page and 1 to {self.length} rows per sequence; got "
                 f"{self.rows} rows, {self.page} positions per page and {self.width} rows per sequence of {self.length}."
             )
 

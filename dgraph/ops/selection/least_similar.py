@@ -47,8 +47,8 @@ def reference(
     chosen[min(int(cu_rows[-1]), len(chosen)) :] = False
     if int(chosen.sum()) + int((~full[rows]).sum()) < int(cu_rows[-1]):
         raise InputError(
-            "dgraph::least_similar: a row that is not full has a position without a page (its page_table entry is "
-            "negative), so there are no values to compare its own with. Assign the page, or make the row full."
+            "dgraph::least_similar: a row that is not full has a position without a page, since its page_table "
+            "entry is negative. There are no values to compare its own with. Assign the page, or make the row full."
         )
     changes = None if adapt is None else full | adapt
     sums = compare_rows.reference(v, v_cache, positions, page_table, cu_rows, changes, v_scale)

@@ -404,7 +404,7 @@ class Batch:
             return None  # the host renews caches when a block begins, so it must read the report first
         if self.programs.select is None:
             return rows, []
-        # Of the plans that say their rows, whole steps are those in which a sequence does not reuse.
+        # Where plans count their rows, a sequence that reuses nothing has a whole step.
         whole = None if self._counts is None else self._counts.whole(slots)
         if whole is None:
             return None

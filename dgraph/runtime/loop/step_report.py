@@ -64,6 +64,6 @@ def broken(request: Request, start: int) -> DgraphError:
     rule = request.decoding.rule
     return DgraphError(
         f"program 'step' gave no usable confidence for prompt {request.index} (block at position {start}), or "
-        f"{type(rule).__name__} chose none of its masks: NaN, no candidate with a token and a confidence, or a rule "
+        f"{type(rule).__name__} chose none of its masks. Causes are NaN, no candidate with a confidence, or a rule "
         f"that waits without may_wait. Check the weights, whether their dtype overflows, and the rule."
     )
