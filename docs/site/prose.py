@@ -1,0 +1,50 @@
+"""Docstrings and values of the code as Markdown."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$", flags=re.MULTILINE)
+ENTRY = re.compile(r"^ {4}([a-z_]\w*(?:, [a-z_]\w*)*): (.*(?:\n(?: {5,}.*)?)*)", flags=re.MULTILINE)
+
+
+def entries(documented: Any) -> dict[str, str]:
+    """Meanings of arguments or attributes by name, from the sections of a docstring; a shared entry is that of each."""
+    pieces = SECTION.split(inspect.getdoc(documented) or "")
+    found: dict[str, str] = {}
+    for title, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        for names, said in ENTRY.findall(text) if title in ("Args", "Attributes") else ():
+            found |= dict.fromkeys(names.split(", "), " ".join(said.split()))
+    return found
+
+
+def first_paragraphs(documented: Any) -> str:
+    """The paragraphs of a docstring before its sections."""
+    return SECTION.split(inspect.getdoc(documented) or "")[0].strip()
+
+
+def literal(value: Any) -> str:
+    """A value as text of the command line."""
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(literal, value)) or "none"
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def inline(text: str) -> str:
+    """Text that stands in a paragraph or a cell of a table as it is; what stands in backticks stays code."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(part if n % 2 else re.sub(r"([<>*_\[\]])", r"\\\1", part) for n, part in enumerate(parts))
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of Markdown; cells are Markdown without line breaks."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
