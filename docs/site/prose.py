@@ -23,8 +23,10 @@ def entries(documented: Any) -> dict[str, str]:
 
 
 def first_paragraphs(documented: Any) -> str:
-    """The paragraphs of a docstring before its sections."""
-    return SECTION.split(inspect.getdoc(documented) or "")[0].strip()
+    """The paragraphs of a docstring before its sections; papers and pages of results become links."""
+    text = SECTION.split(inspect.getdoc(documented) or "")[0].strip()
+    text = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+    return re.sub(r"benchmarks/results/(\w+)\.md", r"[results/\1](../results/\1.md)", text)
 
 
 def literal(value: Any) -> str:

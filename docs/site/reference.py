@@ -26,6 +26,7 @@ from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.settings import ServeSettings
 
 FUNCTIONS = ("optimize", "load", "adopt", "recipe", "capture", "rewrite", "dump", "diff", "explain", "calibrate")
+"""Public names that come first, in this order."""
 SETTINGS = ("Decoding", "Sampler", "Compilation", "WarmUp", "EngineSettings")
 """Public names that are settings, in the order of their page."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -36,8 +37,8 @@ ANY = (1 << 31) - 1
 
 def python_api() -> str:
     """Every public name of `dgraph`, by mkdocstrings; functions first, without what the page of settings has."""
-    names = sorted(set(dgraph.__all__) - set(SETTINGS), key=lambda name: (name not in FUNCTIONS, name.lower()))
-    named = [(f"dgraph.{name}", getattr(dgraph, name)) for name in names]
+    others = sorted({*dgraph.__all__} - {*FUNCTIONS, *SETTINGS}, key=str.lower)
+    named = [(f"dgraph.{name}", getattr(dgraph, name)) for name in (*FUNCTIONS, *others)]
     written = [(f"dgraph.passes.{name}", getattr(all_passes, name)) for name in ("Pass", "Effect", "Report")]
     written.append(("dgraph.runtime.policies.DecodeRule", policies.DecodeRule))
     kit = [(f"dgraph.testing.{name}", getattr(testing, name)) for name in testing.__all__]
