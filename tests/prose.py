@@ -155,15 +155,16 @@ def files(names: Sequence[str] = FOLDERS) -> list[Path]:
     return sorted(file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py")))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print findings, or how many there are by rule."""
+def main(arguments: Sequence[str]) -> int:
+    """Print findings, or how many there are by rule; the exit code is 1 if there are any."""
     names = [each for each in arguments if each != "--count"] or list(FOLDERS)
     found = [each for path in files(names) for each in findings(path)]
     if "--count" in arguments:
         print(dict(Counter(each.rule for each in found)))
     else:
-        print("\n".join(map(str, found)))
+        print(*found, sep="\n")
+    return int(bool(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
