@@ -60,11 +60,12 @@ class Repository:
         for uri, own in self.pages.items():
             if own == path:
                 return uri
-        if path.startswith("docs/"):
+        file = self.root / path
+        if path.startswith("docs/") and file.is_file() and file.suffix != ".py":
             return path.removeprefix("docs/")
-        if Path(path).suffix in IMAGES:
+        if file.suffix in IMAGES:
             return f"source/{path}"
-        return f"source/{path}/index.md" if (self.root / path).is_dir() else f"source/{path}.md"
+        return f"source/{path}/index.md" if file.is_dir() else f"source/{path}.md"
 
     def resolve(self, uri: str, target: str) -> str | None:
         """Path in the repository that a link of a page leads to; None if it leads elsewhere.
