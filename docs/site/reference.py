@@ -123,7 +123,9 @@ def decoding_rules() -> str:
 
 def passes() -> str:
     """Every pass by mkdocstrings, with its effect on the numbers."""
-    options = "\n      ".join(("show_root_heading: false", "members: []", "show_bases: false"))
+    options = "\n      ".join(
+        ("show_root_heading: false", "show_root_toc_entry: false", "members: []", "show_bases: false")
+    )
     return "\n\n".join(
         f"## {name}\n\nEffect on the numbers: {cls.effect.value}.\n\n"
         f"::: {cls.__module__}.{cls.__qualname__}\n    options:\n      {options}"
