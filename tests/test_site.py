@@ -117,7 +117,7 @@ def test_an_entry_of_several_names_is_that_of_each() -> None:
 
 
 def test_every_variable_of_the_environment_has_a_row() -> None:
-    files = [file for folder in ("benchmarks", "dgraph", "models", "tests") for file in (ROOT / folder).rglob("*.py")]
+    files = [file for folder in ("benchmarks", "dgraph", "models", "tests", "training") for file in (ROOT / folder).rglob("*.py")]
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     own = {name for text in texts.values() for name in re.findall(r"\bDGRAPH_[A-Z_]*[A-Z]\b", text)}
     read = re.compile(r"os\.environ(?:\.get\(|\[)\"([A-Z]\w+)\"(?!\] =)")
