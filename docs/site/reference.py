@@ -5,9 +5,13 @@ Each function returns Markdown. `PAGES` names the page of docs/ that it is appen
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,6 +22,7 @@ from dgraph import passes as all_passes
 from dgraph import testing
 from dgraph.cli.app import app
 from dgraph.engine.scheduling.schedulers import POLICIES as SCHEDULERS
+from dgraph.ir.verifier import RULES
 from dgraph.ops import OPS, Op
 from dgraph.recipes import RECIPES, costs_of, options_of
 from dgraph.runtime import policies
@@ -247,6 +252,23 @@ def _type(schema: Mapping[str, Any]) -> str:
     return ", ".join([kind, *said])
 
 
+def rules() -> str:
+    """Every rule of the verifier."""
+    return table(("rule", "what must hold"), [(rule.name, inline(rule.demands)) for rule in RULES])
+
+
+def modules(package: str) -> str:
+    """The modules of a package and of those in it, with the first line of each docstring."""
+    folder = Path(import_module(package).__path__[0])
+    rows = []
+    for file in sorted(folder.rglob("*.py")):
+        name = ".".join((package, *file.relative_to(folder).with_suffix("").parts))
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        if file.stem != "__init__":
+            rows.append((f"`{name}`", inline(text.partition("\n")[0])))
+    return "## Modules\n\n" + table(("module", "holds"), rows)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/python-api.md": python_api,
     "reference/cli.md": command_line,
@@ -256,5 +278,11 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/passes.md": passes,
     "reference/ops.md": ops,
     "reference/settings.md": settings,
+    "internals/verifier.md": lambda: f"{rules()}\n\n{modules('dgraph.ir')}",
+    "internals/capture.md": partial(modules, "dgraph.frontend"),
+    "internals/lowering.md": partial(modules, "dgraph.lowering"),
+    "internals/decode-loop.md": partial(modules, "dgraph.runtime"),
+    "internals/engine.md": partial(modules, "dgraph.engine"),
+    "internals/artifact-cache.md": partial(modules, "dgraph.cache"),
 }
 """Functions that finish a page, by its place in docs/."""
