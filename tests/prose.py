@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("dgraph", "models", "training")
+FOLDERS = ("dgraph", "docs/site", "models", "training")
 LONGEST = 25
 """Words of a sentence."""
 OPENING = re.compile(r"(What|Of|Who|Whoever|Whose|Those|Where|Whether|How|Which)\b")

@@ -209,7 +209,7 @@ def http_api() -> str:
 
 
 def _operation(operation: Mapping[str, Any]) -> Iterator[str]:
-    """What an operation does, the bodies that it reads and answers, and its statuses."""
+    """An operation in words, the bodies that it reads and answers, and its statuses."""
     yield inline(operation.get("description", ""))
     body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     lines = [f"- request: {_type(body['schema'])}"] if body else []
