@@ -34,18 +34,6 @@ def tool(name: str) -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if lacking := [name for name in NEEDED if not installed(name)]:
-        pytest.skip(f"needs {', '.join(lacking)}: pip install -e '.[docs]'")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
 def installed(name: str) -> bool:
     try:
         return util.find_spec(name) is not None
@@ -53,32 +41,35 @@ def installed(name: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize(
-    ("page", "level", "names"),
-    [
+def test_the_site_builds_and_has_every_name(tmp_path: Path) -> None:
+    """One test, so that the site is built once: every warning of mkdocs is an error, the reference has every part of
+    the code, and the images of raw HTML, which mkdocs does not check, are there."""
+    if lacking := [name for name in NEEDED if not installed(name)]:
+        pytest.skip(f"needs {', '.join(lacking)}: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    commands = [f"dgraph {name}" for name in COMMANDS]
+    own_ops = [name for name in OPS if "::" not in name]  # ops of other tests have a namespace
+    for page, level, names in (
         ("recipes", 2, RECIPES),
         ("policies", 3, POLICIES),
         ("passes", 2, PASSES),
-        ("ops", 2, OPS),
-        ("cli", 2, [f"dgraph {name}" for name in COMMANDS]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_the_reference_has_every_name(site: Path, page: str, level: int, names: list[str]) -> None:
-    text = (site / "reference" / f"{page}.html").read_text(encoding="utf-8")
-    titles = re.findall(rf"<h{level} id=\"[^\"]*\">(.*?)<a", text)
-    own = [name for name in names if "::" not in name]  # ops of other tests have a namespace
-    assert set(own) <= set(titles)
+        ("ops", 2, own_ops),
+        ("cli", 2, commands),
+    ):
+        text = (tmp_path / "reference" / f"{page}.html").read_text(encoding="utf-8")
+        assert set(names) <= set(re.findall(rf"<h{level} id=\"[^\"]*\">(.*?)<a", text)), page
 
-
-def test_links_of_html_lead_somewhere(site: Path) -> None:
-    """Links that mkdocs does not check: those of raw HTML and of drawings."""
-    missing = []
-    for page in site.rglob("*.html"):
-        for target in re.findall(r"<(?:img|source)[^>]* src=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
-            if "://" not in target and not (page.parent / target).exists():
-                missing.append((page.name, target))
-    assert missing == []
+    images = [
+        (page, target)
+        for page in tmp_path.rglob("*.html")
+        for target in re.findall(r"<img[^>]* src=\"([^\"]+)\"", page.read_text(encoding="utf-8"))
+    ]
+    assert images
+    assert [each for each in images if "://" not in each[1] and not (each[0].parent / each[1]).exists()] == []
 
 
 def test_links_become_places_of_the_site() -> None:
@@ -117,7 +108,11 @@ def test_an_entry_of_several_names_is_that_of_each() -> None:
 
 
 def test_every_variable_of_the_environment_has_a_row() -> None:
-    files = [file for folder in ("benchmarks", "dgraph", "models", "tests", "training") for file in (ROOT / folder).rglob("*.py")]
+    files = [
+        file
+        for folder in ("benchmarks", "dgraph", "models", "tests", "training")
+        for file in (ROOT / folder).rglob("*.py")
+    ]
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     own = {name for text in texts.values() for name in re.findall(r"\bDGRAPH_[A-Z_]*[A-Z]\b", text)}
     read = re.compile(r"os\.environ(?:\.get\(|\[)\"([A-Z]\w+)\"(?!\] =)")

@@ -51,7 +51,7 @@ class QuantizeWeights(Pass):
         format: "fp8", "int8" or "int4"; see `dgraph.families.quantised.Format`. None leaves all weights as they are.
         block: rows and columns of a weight that share a scale, -1 for all; None for the format's own.
         zeros: True if each block also stores the number that stands for 0.
-        which: patterns of the names of weights ("*.mlp.*", "model.layers.3.*"), of which one must match.
+        which: patterns of the names of weights (`"*.mlp.*"`, `"model.layers.3.*"`), of which one must match.
         but: patterns of names of which none may match.
         lm_head: True if the LM head is among them.
         embeddings: True if the embeddings are among them; a step reads and dequantises only the vectors that it needs.
