@@ -154,7 +154,7 @@ def import_(store: Store, file: Path, trust: bool = False) -> tuple[list[str], l
     """
     if not trust:
         raise CacheError(
-            f"{file} contains compiled code that dgraph will execute. Pass trust=True if you trust its source."
+            f"{file} contains compiled code that dgraph will run. Pass trust=True if you trust its source."
         )
     taken, present = [], []
     try:

@@ -101,7 +101,7 @@ def import_(
 
     if not trust:
         raise CacheError(
-            f"{file} contains compiled code that dgraph will execute. Add --trust if you trust its source."
+            f"{file} contains compiled code that dgraph will run. Add --trust if you trust its source."
         )
     with status(f"reading {file}"):
         taken, present = upkeep.import_(open_cache(cache), Path(file), trust)

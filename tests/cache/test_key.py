@@ -165,7 +165,7 @@ def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (package / "deep").mkdir(parents=True)
     files = {
         "__init__": "from outsider import everything",
-        "a": "import torch, outsider.b as b  # and more\nfrom . import c\nfrom dgraph.ops.rows import (rope,\n  rms_norm)",
+        "a": "import torch, outsider.b as b  # more\nfrom . import c\nfrom dgraph.ops.rows import (rope,\n  rms_norm)",
         "b": "def f():\n    from outsider.deep.d import g\n    from .. import above",
         "c": "if TYPE_CHECKING:\n    from outsider.e import E\n\nfrom outsider.none import x",
         "d": "import torch, \\\n  outsider.f\nfrom . import (  # (a)\n  g,\n)",

@@ -75,7 +75,7 @@ def test_export_and_import(store: Store, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="exists; give another name"):
         upkeep.export(upkeep.entries(store), file)
     other = Store(tmp_path / "other")
-    with pytest.raises(CacheError, match=r"contains compiled code that dgraph will execute\. Pass trust=True"):
+    with pytest.raises(CacheError, match=r"contains compiled code that dgraph will run\. Pass trust=True"):
         upkeep.import_(other, file)
     assert folders(other) == []
     taken, present = upkeep.import_(other, file, trust=True)
