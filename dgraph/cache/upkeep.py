@@ -143,7 +143,7 @@ def import_(store: Store, file: Path, trust: bool = False) -> tuple[list[str], l
     Args:
         store: the destination.
         file: the file.
-        trust: must be True, since artifacts contain code that dgraph will execute.
+        trust: must be True, since artifacts contain code that dgraph will run.
 
     Returns:
         Digests of the entries that were taken in, and of those that were there already.
