@@ -95,6 +95,11 @@ def test_templates_are_rendered_as_transformers_does(plain: tuple[FileTokenizer,
     assert found
 
 
+def _given(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without fields that are None, which older versions of transformers print."""
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
 def test_turns_with_calls_of_tools(plain: tuple[FileTokenizer, Any]) -> None:
     ours, theirs = plain
     template = (
@@ -104,7 +109,7 @@ def test_turns_with_calls_of_tools(plain: tuple[FileTokenizer, Any]) -> None:
         "{{ m.tool_call_id }}{{ m.name }}<|end|>{% endfor %}"
     )
     assert ours.encode_chat(CALLED, tools=TOOLS, template=template) == chat(
-        theirs, CALLED, tools=TOOLS, chat_template=template
+        theirs, _given(CALLED), tools=TOOLS, chat_template=template
     )
 
 
@@ -112,7 +117,7 @@ def test_turns_with_calls_of_tools(plain: tuple[FileTokenizer, Any]) -> None:
 def test_content_may_be_nothing(plain: tuple[FileTokenizer, Any], first: str | None) -> None:
     ours, theirs = plain
     said = [{"role": "system", "content": first}, *SAID[1:]]
-    assert ours.encode_chat(said) == chat(theirs, said)
+    assert ours.encode_chat(said) == chat(theirs, _given(said))
 
 
 def test_parts_of_a_message(plain: tuple[FileTokenizer, Any]) -> None:
@@ -260,7 +265,7 @@ RAISES = [
     "{{ messages[0].content.encode('utf-8').decode('ascii').nothing.at_all }}",
     "{% include 'other' %}",
     "{{ {}['a']['b'] }}",
-    "{% set x = namespace(_a=1) %}",
+    "{% set x = namespace(1) %}",
     "{{ dict(1) }}",
     "{{ no_such() }}",
 ]
