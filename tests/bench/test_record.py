@@ -76,7 +76,7 @@ def test_random_weights_commit_and_keep_what_was_recorded(folder: Path, form: st
         for step, (_, kept) in zip(history, selections(history, BLOCK), strict=True):
             assert set(step.kept or ()) == kept, "what was kept is closed under the rules of the selection"
     focus, stats = follow(folder, facts, trace, "focus", select="scripted")
-    dense, _ = follow(folder, facts, trace, "dense")
+    dense, counted = follow(folder, facts, trace, "dense")
     followed = 0
     for (prompt, start), steps in focus.steps.items():
         history = trace.histories[(prompt * SPREAD + start // BLOCK) % len(trace.histories)]
@@ -88,7 +88,8 @@ def test_random_weights_commit_and_keep_what_was_recorded(folder: Path, form: st
         assert [set(step.committed) for step in steps] == [set(step.committed) - given for step in history]
         assert [set(step.kept or ()) for step in steps] == [set(step.kept or ()) - given for step in history]
     assert followed >= 12
-    assert stats.decoded == found.stats.decoded
+    assert stats.tokens == counted.tokens == found.stats.tokens == len(TEXTS) * NEW
+    assert stats.decoded == counted.decoded, "a response ends within a block, of which the trace says nothing"
 
 
 @pytest.mark.parametrize("form", ["shift", "causal"])

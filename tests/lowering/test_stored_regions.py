@@ -26,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("error::dgraph.errors.DgraphWarning")
 
 
 def process(store: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process that compiles or loads the region, for the CPU alone: beside a GPU, Triton would compile its driver."""
+    environment = {"CUDA_VISIBLE_DEVICES": "", **environment}
     command = [sys.executable, "-m", "tests.lowering.one_region", str(store)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, **pipes)

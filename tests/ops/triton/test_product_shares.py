@@ -11,7 +11,7 @@ import pytest
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.divisions import CASES
 
-pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.usefixtures("interpreted")  # skipped like others where Triton cannot interpret
 
 
 @cache
