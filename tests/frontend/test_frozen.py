@@ -18,6 +18,7 @@ import dgraph
 from dgraph.cache.store import Store
 from dgraph.frontend import frozen
 from dgraph.frontend.frozen import FILE, NotPlain, capture_or_load, from_data, key_of, to_data, weights_of
+from tests.amounts import first_cases
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 
 
@@ -93,14 +94,15 @@ def test_without_an_identity_nothing_is_kept(tmp_path: Path) -> None:
         def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
             return self.inner(input_ids, position_ids)
 
-    store, found = Store(tmp_path / "store"), model()
+    store, found = Store(tmp_path / "store"), model(1)
     plain = dgraph.Model("plain", Plain(found.module), found.spec, None, "inner.model.")
     assert [capture(plain, store)[1] for _ in range(2)] == [True, True]
     assert not list(store.entries.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
+@first_cases(
+    2,
+    "change, reason",
     [
         (lambda data: data["weights"].append("model.nothing"), "no tensor 'model.nothing'"),
         (lambda data: data["calls"][3].__setitem__(0, "aten.nothing.default"), "no op 'aten.nothing.default'"),
@@ -137,7 +139,7 @@ def test_values_that_json_has_no_word_for() -> None:
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
-    found = model()
+    found = model(1)
     graph, _ = capture(found, None)
     tensors = weights_of(found.module, found.prefix)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 5)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 import dgraph
 from dgraph.compiler.compiled_model import Optimized
+from dgraph.families.weights import weights_of
 from dgraph.frontend.capture import capture_module
+from dgraph.frontend.frozen import from_data, to_data
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -142,11 +144,18 @@ def adopted(model: Any) -> dgraph.Model:
 
 
 @functools.cache
+def _captured() -> dict[str, Any]:
+    """The captured graph of every model of these sizes, whatever its weights, as plain data."""
+    model = adopted(published())
+    return to_data(capture_module(model.module, model.spec, model.prefix))
+
+
+@functools.cache
 def optimized(sharp: float = 6.0, mixing: float = 1.0, stops: tuple[int, ...] = (), rings: bool = True) -> Optimized:
     """The dense recipe on it, op by op; stops: tokens that end a response; rings: see `CacheKV`."""
     model = adopted(published(sharp, mixing))
     model = replace(model, spec=replace(model.spec, eos_ids=stops))
-    graph = capture_module(model.module, model.spec, model.prefix)
+    graph = from_data(_captured(), model.spec, weights_of(model.module, model.prefix))
     recipe = build(RECIPES, "dense", model.spec, {"rings": rings})
     return Optimized(model, graph, recipe, RegionCompiler("eager"), Buckets.of("exact"))
 

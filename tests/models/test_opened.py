@@ -11,6 +11,7 @@ import torch
 
 import dgraph
 import dgraph.parallel.divide
+from dgraph.cache.store import open_store
 from dgraph.errors import InputError
 from dgraph.families import Model, resolve
 from dgraph.families.weights import WeightSource, hollow
@@ -23,6 +24,7 @@ from dgraph.passes import ShardTensorParallel
 from dgraph.passes.manager import run_passes
 from dgraph.ranks.sharding import Part, Sharding
 from dgraph.testing.ranks import ranks
+from tests.amounts import first_cases
 from tests.oracle import llada2 as oracle
 from tests.remote import write
 
@@ -54,12 +56,10 @@ def large(folder: Path) -> Path:
 
 
 def captured(model: Model) -> Graph:
-    return capture_or_load(model.module, model.spec, model.prefix)[0]
+    return capture_or_load(model.module, model.spec, model.prefix, open_store())[0]
 
 
-@pytest.mark.parametrize(
-    ("make", "world", "experts"), [(mixture, 2, "split"), (mixture, 2, "parallel"), (large, 4, "split")]
-)
+@first_cases(2, "make, world, experts", [(large, 4, "split"), (mixture, 2, "parallel"), (mixture, 2, "split")])
 def test_a_rank_reads_its_parts_alone(make: Callable[[Path], Path], world: int, experts: str, tmp_path: Path) -> None:
     folder = make(tmp_path)
     whole, opened = (resolve(folder, opened=lazy, block_length=32) for lazy in (False, True))

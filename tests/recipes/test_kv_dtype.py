@@ -10,6 +10,7 @@ import torch
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import CacheKV, PackRows
 from dgraph.recipes import RECIPES, Phase, Recipe, options_of
+from tests.amounts import first_cases
 from tests.oracle import canvas as oracle
 from tests.oracle import qwen3
 from tests.oracle.float8 import NUMBERS, nearest, rounded
@@ -41,7 +42,7 @@ def test_the_oracle_rounds_as_the_format_does() -> None:
     assert [nearest(value) for value in x.tolist()] == x.to(torch.float8_e4m3fn).float().tolist()
 
 
-@pytest.mark.parametrize(("recipe", "options"), [("dense", {}), ("focus", {}), ("focus", {"count": "device"})], ids=str)
+@first_cases(2, "recipe, options", [("dense", {}), ("focus", {"count": "device"}), ("focus", {})], ids=str)
 def test_block_causal_models(recipe: str, options: dict[str, Any], rounding: None) -> None:
     setup = block_causal.setup_for(16)
     run = block_causal.optimized(setup, recipe, kv_dtype="fp8", **options)
@@ -85,14 +86,14 @@ def test_dllm_cache(rounding: None) -> None:
     dllm_cache.check(setup, 16, run, "threshold", method, NEAR)
 
 
-@pytest.mark.parametrize("case", ["maskkv, uniform heads", "dllm_serve", "sparse_dllm"])
+@first_cases(2, "case", ["maskkv, uniform heads", "sparse_dllm", "dllm_serve"])
 def test_kept_keys(case: str, rounding: None) -> None:
     name, options, method = sparse.case_of(case, "llada")
     setup = bidirectional.setup_of("llada")
     sparse.check(setup, 16, setup.optimized(name, 16, kv_dtype="fp8", **options), "threshold", method, NEAR)
 
 
-@pytest.mark.parametrize("case", ["maskkv", "dllm_serve", "sparse_dllm"])
+@first_cases(1, "case", ["dllm_serve", "maskkv", "sparse_dllm"])
 def test_kept_keys_on_blocks(case: str, rounding: None) -> None:
     name, options, method = sparse_on_blocks.CASES[case]
     run = block_causal.optimized(sparse_on_blocks.setup_of("sdar"), name, kv_dtype="fp8", **options)

@@ -102,8 +102,8 @@ REWRITING = ("dyllm", "dllm_cache", "focus")
 
 @pytest.mark.parametrize("index", range(len(COVERING)), ids=lambda i: str(COVERING[i]))
 def test_the_matrix_runs_and_dense_gives_plain_pytorchs_tokens(index: int) -> None:
-    """Every recipe meets a third of the modules."""
-    check(COVERING[index], ["dense", *NAMES[index % 3 :: 3]])
+    """Every recipe meets a fifth of the modules."""
+    check(COVERING[index], ["dense", *NAMES[index % 5 :: 5]])
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=str)
@@ -112,7 +112,7 @@ def test_so_do_other_ways_to_write_a_module(kind: Kind) -> None:
         with pytest.raises(CaptureError, match="Constraints violated"):  # torch.export fixes the number of tokens
             check(kind, ["dense"])
         return
-    check(kind, ["dense", *REWRITING])
+    check(kind, ["dense", REWRITING[OTHERS.index(kind) % len(REWRITING)]])
 
 
 @pytest.mark.parametrize("kind", SPELLINGS, ids=str)

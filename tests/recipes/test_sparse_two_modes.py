@@ -161,8 +161,7 @@ def test_few_keys_are_something_else(form: str) -> None:
         assert optimized(setup_of(form), name, **options).generate(**settings).token_ids != dense.token_ids
 
 
-@pytest.mark.parametrize("policy", ["threshold", "autoregressive", "self_speculation"])
-@pytest.mark.parametrize("family", CONFIGS)
+@every_value(("family", CONFIGS), ("policy", ["threshold", "autoregressive", "self_speculation"]))
 def test_lossless_limits_of_the_published_families(family: str, policy: str) -> None:
     if family == "fast_dllm_v2" and policy != "threshold":
         policy = "fast_dllm_v2"
@@ -188,8 +187,7 @@ def test_what_only_encodes_chooses_nothing() -> None:
     assert speculated.token_ids != dense.token_ids
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("recipe", ["maskkv", "dllm_serve", "sparse_dllm", "maskkv+focus"])
+@every_value(("recipe", ["maskkv", "dllm_serve", "sparse_dllm", "maskkv+focus"]), ("form", FORMS))
 def test_a_batch_gives_what_each_request_gives_alone(recipe: str, form: str) -> None:
     """An engine serves more requests than it has slots, over few pages."""
     options: dict[str, Any] = {"pairs": 4} if "maskkv" in recipe else {"ratio": 0.3}

