@@ -13,6 +13,7 @@ import torch
 
 import dgraph
 from dgraph.ir.graph import Graph
+from tests.budget import Meter
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import BLOCK, MASK, rewritten
 
@@ -22,6 +23,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 os.environ.pop("COLUMNS", None)  # which readline sets in whoever imports it, and workers inherit
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count the CPU seconds of the run."""
+    config.pluginmanager.register(Meter(config), "cpu_seconds")
 
 
 @pytest.hookimpl(wrapper=True)
