@@ -18,6 +18,7 @@ from dgraph.families import families
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.models import shapes
 from dgraph.runtime.decoding import Decoding
+from tests.amounts import first_cases
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused
 
@@ -139,7 +140,7 @@ def test_an_arm_that_runs_out_of_memory_is_told(run: Run, folder: Path, monkeypa
     assert "\nfocus  " in result.stdout
 
 
-@pytest.mark.parametrize("shift", [0, 1])
+@first_cases(1, "shift", [1, 0])
 def test_record(run: Run, folder: Path, tmp_path: Path, shift: int) -> None:
     """Of a model whose blocks begin with a known token, too, which takes a step less for them."""
     (tmp_path / "prompts.txt").write_text("w3 w4 w5\nw6 w7\n")

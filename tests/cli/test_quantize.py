@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
+from tests.amounts import first_cases
 from tests.cli.conftest import Run
 from tests.cli.refusals import refused
 
@@ -30,7 +29,7 @@ def test_json(run: Run, folder: Path) -> None:
     assert 0 < found["bytes_after"] < found["bytes_before"]
 
 
-@pytest.mark.parametrize(("method", "field", "most"), [("awq", "folds", 6), ("gptq", "rounded", 14)])
+@first_cases(1, "method, field, most", [("gptq", "rounded", 14), ("awq", "folds", 6)])
 def test_calibrated(run: Run, folder: Path, tmp_path: Path, method: str, field: str, most: int) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "w3 w4 w5"}\n{"prompt": "w6 w7"}\n')
     how = "--calibrated", method, "--prompts", "p.jsonl", "--weights", "int4:block=1x16"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.cache.store import open_store
 from dgraph.cli import app
 from dgraph.compiler.base_graph import graph_of_model, quantising
 from dgraph.compiler.saving import save_quantised
@@ -23,6 +24,7 @@ from dgraph.passes import QuantizeWeights
 from dgraph.private.torch import StorageWatch
 from dgraph.testing import TinyModel, models
 from dgraph.types.nodes import args_of
+from tests.amounts import every_value
 from tests.cli.folders import write_checkpoint
 from tests.tiny import rewritten
 
@@ -50,7 +52,7 @@ def test_a_name_and_an_object_give_the_same(folder: Path) -> None:
 @pytest.mark.release
 def test_reading_takes_the_quantised_model_and_one_weight(folder: Path) -> None:
     model = resolve(folder, opened=True)
-    hollow = graph_of_model(model, None)
+    hollow = graph_of_model(model, open_store())
     assert all(tensor.stride(0) == 0 for tensor in model.module.parameters() if tensor.dim() > 1), "nothing was read"
     graph = rewritten(hollow, QuantizeWeights("int8", lm_head=True, weights=Shapes()))
     source = Quantising(model.weights, hollow.tensors, formats_of(graph))
@@ -60,7 +62,7 @@ def test_reading_takes_the_quantised_model_and_one_weight(folder: Path) -> None:
     assert stored < 0.6 * sum(tensor.nbytes for tensor in hollow.tensors.values())
     largest = max(tensor.nbytes for tensor in hollow.tensors.values())
     assert watch.peak < stored + 5 * largest, "and some of its rows in fp32"
-    whole = graph_of_model(resolve(folder), None)
+    whole = graph_of_model(resolve(folder), open_store())
     for name, tensor in rewritten(whole, QuantizeWeights("int8", lm_head=True)).tensors.items():
         assert torch.equal(taken.get(name, tensor), tensor), name
 
@@ -68,9 +70,9 @@ def test_reading_takes_the_quantised_model_and_one_weight(folder: Path) -> None:
 @pytest.mark.release
 def test_recipes_of_one_model_share_what_is_stored(folder: Path) -> None:
     model = resolve(folder, opened=True)
-    first, second = (graph_of_model(model, None, QuantizeWeights("fp8")) for _ in range(2))
+    first, second = (graph_of_model(model, open_store(), QuantizeWeights("fp8")) for _ in range(2))
     assert first is second
-    other = graph_of_model(model, None, QuantizeWeights("int4"))
+    other = graph_of_model(model, open_store(), QuantizeWeights("int4"))
     assert other is not first
     made = [dgraph.optimize(model, r, weights="fp8", backend="eager", artifacts=False) for r in ("focus", "dense")]
     assert made[0].captured is made[1].captured is first
@@ -78,7 +80,7 @@ def test_recipes_of_one_model_share_what_is_stored(folder: Path) -> None:
 
 def test_what_is_not_asked_for_stays_as_it_is(folder: Path) -> None:
     assert quantising(None) is None
-    assert formats_of(graph_of_model(resolve(folder), None)) == {}
+    assert formats_of(graph_of_model(resolve(folder), open_store())) == {}
 
 
 def test_names_of_what_is_quantised() -> None:
@@ -113,15 +115,15 @@ def test_every_setting_of_the_pass_has_a_spelling() -> None:
 
 def test_rows_meet_what_a_checkpoint_stores(folder: Path, tmp_path: Path) -> None:
     stored = save_quantised(folder, tmp_path / "int8", "int8").folder
-    want = graph_of_model(resolve(folder, opened=True), None, quantising("w8a8-int8"))
-    found = graph_of_model(resolve(stored, opened=True), None, quantising("w8a8"))
+    want = graph_of_model(resolve(folder, opened=True), open_store(), quantising("w8a8-int8"))
+    found = graph_of_model(resolve(stored, opened=True), open_store(), quantising("w8a8"))
     assert len(found.find("round_rows")) == len(want.find("round_rows")) > 0
     made = [dgraph.optimize(m, "dense", weights="w8a8", backend="eager") for m in (stored, dgraph.load(stored))]
     tokens = [one.generate(input_ids=[[1, 2, 3]], max_new_tokens=8).token_ids for one in made]
     assert tokens[0] == tokens[1]
     assert all(torch.equal(tensor, made[1].captured.tensors[name]) for name, tensor in made[0].captured.tensors.items())
     with pytest.raises(PassError, match=r"applied nowhere[^$]*q_proj\.weight is stored as it is"):
-        graph_of_model(resolve(folder, opened=True), None, quantising("w8a8"))
+        graph_of_model(resolve(folder, opened=True), open_store(), quantising("w8a8"))
 
 
 def test_the_identity_reads_what_a_folder_holds(folder: Path) -> None:
@@ -133,7 +135,7 @@ def test_the_identity_reads_what_a_folder_holds(folder: Path) -> None:
 
 def test_ranks_take_what_a_checkpoint_stores_quantised(folder: Path, tmp_path: Path) -> None:
     model = resolve(save_quantised(folder, tmp_path / "int8", "int8").folder, opened=True)
-    source, graph = model.weights, graph_of_model(model, None, quantising("w8a8"))
+    source, graph = model.weights, graph_of_model(model, open_store(), quantising("w8a8"))
     assert source is not None
     again = Quantising(source, graph.tensors, formats_of(graph))
     assert source.formats.keys() == formats_of(graph).keys()
@@ -143,8 +145,10 @@ def test_ranks_take_what_a_checkpoint_stores_quantised(folder: Path, tmp_path: P
     assert all(torch.equal(tensor, graph.tensors[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("recipe", ["dense", "focus", "dyllm", "dllm_serve"])
-@pytest.mark.parametrize("weights", ["fp8:but=*.v_proj.*,but=*.up_proj.*", "int8:block=20x20"])
+@every_value(
+    ("weights", ["fp8:but=*.v_proj.*,but=*.up_proj.*", "int8:block=20x20"]),
+    ("recipe", ["dense", "focus", "dyllm", "dllm_serve"]),
+)
 def test_projections_that_are_stored_apart_stay_apart(weights: str, recipe: str) -> None:
     (tiny,) = models(None, "sdar")
     step = quantising(weights)
@@ -218,11 +222,11 @@ def test_the_command_line_quantises(folder: Path) -> None:
 
 def test_weights_that_were_changed_are_quantised_anew(folder: Path) -> None:
     model, int8 = dgraph.load(folder), quantising("int8")
-    first = graph_of_model(model, None, int8)
-    assert graph_of_model(model, None, int8) is first
+    first = graph_of_model(model, open_store(), int8)
+    assert graph_of_model(model, open_store(), int8) is first
     with torch.no_grad():
         for parameter in model.module.parameters():
             parameter.neg_()
-    second = graph_of_model(model, None, int8)
+    second = graph_of_model(model, open_store(), int8)
     for name in formats_of(first):
         assert torch.equal(second.tensors[name], -first.tensors[name]), name

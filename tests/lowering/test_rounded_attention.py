@@ -27,6 +27,7 @@ from dgraph.passes import QuantizeWeights
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import FixedSteps
 from dgraph.testing import TinyModel, models
+from tests.amounts import every_value
 from tests.lowering.test_executor import lower
 from tests.tiny import Hand, interpret
 
@@ -161,8 +162,9 @@ def test_an_op_without_a_kernel_cannot_say_so() -> None:
 # -- what it gives -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ROW_KINDS)
-@pytest.mark.parametrize(("family", "recipe"), [("llada", "dense"), ("llada2", "focus"), ("dream", "dllm_serve")])
+@every_value(
+    ("kind", ROW_KINDS), ("family, recipe", [("llada", "dense"), ("llada2", "focus"), ("dream", "dllm_serve")])
+)
 def test_a_generation_is_the_same(family: str, recipe: str, kind: str) -> None:
     made = model(family, kind).optimized(recipe)
     found = []

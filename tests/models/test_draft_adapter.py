@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import dgraph
+from dgraph.cache.store import open_store
 from dgraph.compiler.base_graph import graph_of_model
 from dgraph.compiler.saving import Fold, save_quantised
 from dgraph.errors import CheckpointError, InputError, UnknownName
@@ -87,7 +88,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     own, tensors = few_words(), products(few_words().plain.weights)
     folder = write_adapter(tmp_path_factory.mktemp("few_words") / "linear_spec_lora", tensors)
     model = resolve(own.model, adapter=str(folder))
-    return Setup(model, graph_of_model(model, None), replace(own.plain, adapter=plainly(tensors)))
+    return Setup(model, graph_of_model(model, open_store()), replace(own.plain, adapter=plainly(tensors)))
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def drawn_adapter() -> Setup:
     names = {stored(name): name for name in own.graph.tensors}
     found = {names[name]: LowRank(down, up, scale) for name, (down, up, scale) in plainly(tensors).items()}
     model = replace(own.model, adapter=DraftAdapter("drawn", found))
-    return Setup(model, graph_of_model(model, None), own.plain)
+    return Setup(model, graph_of_model(model, open_store()), own.plain)
 
 
 def test_one_batch_holds_drafts_and_others(adapted: Setup) -> None:

@@ -18,6 +18,7 @@ from dgraph.frontend.frozen import capture_or_load
 from dgraph.models.llada2 import FACTS, Config
 from dgraph.models.shapes import SHAPES, random_model
 from dgraph.passes import CacheKV, ChunkLMHead, FuseProjections, PackRows
+from tests.amounts import first_cases
 from tests.oracle import llada2 as oracle
 from tests.oracle.qwen3 import Cache, project
 from tests.recipes.block_causal import Setup, check, optimized, prompts_for
@@ -151,7 +152,7 @@ def test_a_captured_graph_is_kept(setup: Setup, tmp_path: Path) -> None:
 ORACLE = {"forward": oracle.forward}
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@first_cases(1, "backend", ["eager", "inductor"])
 def test_dense_is_the_oracle(setup: Setup, backend: str) -> None:
     run = optimized(setup, "dense", backend)
     check(setup, 16, run, {"threshold": 0.7}, {"evict": False, "block_cache": "off", "recommit": True, **ORACLE})

@@ -14,6 +14,7 @@ from torch import Tensor
 import dgraph
 from dgraph.errors import CheckpointError
 from dgraph.passes import FuseProjections, PackRows
+from tests.amounts import first_cases
 from tests.oracle import qwen3
 from tests.oracle.llada2 import experts_of, mixture, softmax_routing
 from tests.oracle.models import random_weights as dense_weights
@@ -165,7 +166,7 @@ def test_what_the_graph_says(setup: Setup) -> None:
 # -- decoding ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@first_cases(1, "backend", ["eager", "inductor"])
 def test_dense_is_the_oracle(setup: Setup, backend: str) -> None:
     options = {"evict": False, "block_cache": "off", "recommit": True, "forward": FORWARD}
     check(setup, 16, optimized(setup, "dense", backend), {"threshold": 0.7}, options)

@@ -20,6 +20,7 @@ from dgraph.runtime.kv.store import KVStore, Ring, ring_size
 from dgraph.runtime.policies import Renoise
 from dgraph.runtime.state.packed_rows import prefill_chunk
 from dgraph.types.shapes import InputSpec
+from tests.amounts import every_value
 from tests.engine.driven import Asked, Turns, alone
 
 BLOCK, RULE = 8, Renoise(1.0, confidence=0.2, steps=4)
@@ -166,8 +167,7 @@ def asked(count: int, new: int, turn: int, **more: Any) -> Asked:
     return Asked(tuple(ids(count, count)), Decoding(policy=RULE, max_new_tokens=new, seed=1), turn=turn, **more)
 
 
-@pytest.mark.parametrize("pages", ["block", "life"])
-@pytest.mark.parametrize("window", [6, 24])
+@every_value(("window", [6, 24]), ("pages", ["block", "life"]))
 def test_requests_of_an_engine_get_what_they_get_alone(
     window: int, pages: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
