@@ -216,9 +216,7 @@ def test_export_and_import(run: Run, store: Store, tmp_path: Path) -> None:
     assert one_object(run("cache", "export", "one.zip", a, "--json"))["artifacts"] == [a]
     refused(run("cache", "export", "all.zip"), "all.zip exists; give another name")
     elsewhere = ("--cache", tmp_path / "other")
-    refused(
-        run("cache", "import", "all.zip", *elsewhere), "contains compiled code that dgraph will run", "Add --trust"
-    )
+    refused(run("cache", "import", "all.zip", *elsewhere), "contains compiled code that dgraph will run", "Add --trust")
     assert not (tmp_path / "other").exists()
     found = one_object(run("cache", "import", "one.zip", "--trust", *elsewhere, "--json"))
     assert (found["imported"], found["present"]) == ([a], [])

@@ -46,7 +46,7 @@ def table() -> Iterator[dict[str, Op]]:
 
 def test_every_module_of_an_op_is_imported() -> None:
     folder = Path(dgraph.ops.__path__[0])
-    files = {path.stem for path in folder.glob("*.py") if "\nOP = define(" in path.read_text()}
+    files = {path.stem for path in folder.rglob("*.py") if "\nOP = define(" in path.read_text()}
     assert files == {op.name for op in OURS}
     inline = {
         "block_numbers",

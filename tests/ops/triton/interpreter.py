@@ -15,10 +15,12 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import dgraph.ops
 from dgraph.ops.statistics import declare, declared
 
 
@@ -72,16 +74,23 @@ def _unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+def _kernels(module: str) -> Any:
+    """The module of that name in a folder `triton` beside the ops of a subject, or beside those of all subjects."""
+    root = Path(dgraph.ops.__path__[0])
+    (found,) = (path for path in root.rglob(f"{module}.py") if path.parent.name == "triton")
+    return import_module(".".join(("dgraph.ops", *found.relative_to(root).with_suffix("").parts)))
+
+
 def _run(module: str, function: str, data: bytes) -> bytes:
     args, options, statistics = _unpack(data)
     for each in statistics:
         declare(each)
-    result = getattr(import_module(f"dgraph.ops.triton.{module}"), function)(*args, **options)
+    result = getattr(_kernels(module), function)(*args, **options)
     return _pack((result, args))
 
 
 class Interpreter:
-    """Calls functions of `dgraph.ops.triton` in the other process."""
+    """Calls functions of modules of kernels in the other process."""
 
     def __init__(self, pool: ProcessPoolExecutor):
         self._pool = pool

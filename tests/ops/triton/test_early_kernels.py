@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import dgraph.ops
 from dgraph.families.quantised import ROW_KINDS, Format, QuantisedRows, quantise, quantised_rows
 from dgraph.private.early_start import starts_early
 from tests.ops.triton.compiled import found_by
 from tests.ops.triton.problems import attention, moved
 
-triton_ops = pytest.importorskip("dgraph.ops.triton.rows", reason="needs Triton")
+pytest.importorskip("dgraph.ops.triton.rows", reason="needs Triton")
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_they_wait_before_anything_else_and_are_restored(tmp_path: Path) -> None
 def test_every_kernel_of_ours_that_may_start_early_waits_first() -> None:
     """As written; warps with roles are told apart behind their wait, in front of which barriers are made."""
     found = {}
-    for path in Path(triton_ops.__file__).parent.glob("*.py"):
+    for path in Path(dgraph.ops.__path__[0]).rglob("*.py"):
         for function in ast.parse(path.read_text()).body:
             if not isinstance(function, ast.FunctionDef) or function.name == "wait":
                 continue
