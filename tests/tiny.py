@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dgraph.families.quantised import Format, quantise
 from dgraph.ir.graph import Graph
-from dgraph.ops import op_of
+from dgraph.ops import OPS, op_of
 from dgraph.passes.base import Pass, Report
 from dgraph.passes.manager import run_passes
 from dgraph.spec import ModelSpec
@@ -59,6 +60,13 @@ class Hand:
     def weight(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Node:
         generator = torch.Generator().manual_seed(len(self.graph.tensors))
         return self.graph.add_weight(name, torch.randn(shape, generator=generator).to(dtype))
+
+    def stored(self, rows: int, columns: int, dtype: torch.dtype = torch.float32, kind: str = "int8") -> Node:
+        """A weight in 8 bits, dequantised."""
+        whole = torch.randn((rows, columns), generator=torch.Generator().manual_seed(rows))
+        found, name = quantise(whole, Format(kind)), f"w{rows}.weight"
+        parts = self.graph.add_weight(name, found.values), self.graph.add_weight(f"{name}_scale", found.scales)
+        return self.call(OPS["dequantise"].overload, *parts, None, [1, -1], dtype)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         node = self.graph.call(target, args, kwargs, before=self.graph.output, by="")

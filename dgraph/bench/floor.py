@@ -22,8 +22,8 @@ from torch.fx import Node
 from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.ir.graph import Graph
 from dgraph.ir.linears import head_of, linear_of, linears_of
+from dgraph.ir.quantised_operands import is_fused_operand
 from dgraph.ir.stored_weights import stored_of
-from dgraph.lowering.taken import as_taken, is_taken
 from dgraph.lowering.timing import graph_seconds
 from dgraph.ops import OPS, op_of
 from dgraph.passes.salience import UPDATED, of_masked
@@ -174,7 +174,7 @@ def row_sets_of(graph: Graph) -> list[str]:
 
 
 def work_of(graph: Graph) -> Work:
-    """The products and attentions of a step's graph.
+    """The products and attentions of a step's graph, as `dgraph.rewrite` gives it.
 
     Experts count as their two grouped products, with rows that are routed at random; the ops that order the rows are
     not counted. Vocabulary attention counts as two products on all of its rows: that of a head that keeps its logits,
@@ -184,7 +184,6 @@ def work_of(graph: Graph) -> Work:
     without a cache are not counted either (see `UNTOLD`). If there is any, the floor has no attention at all. Its total
     is then that of the products, below the time that the step must take.
     """
-    graph = as_taken(graph)
     row_sets = row_sets_of(graph)
     multiplied: list[dict[Product, int]] = [{} for _ in row_sets]
     attentions: list[dict[Reading, int]] = [{} for _ in row_sets]
@@ -225,7 +224,7 @@ def _product(shape: Shape, x: Node, weights: Iterable[Node]) -> Product:
         stored = stored_of(weight)
         parts = [weight] if stored is None else stored.parts
         spared += _bytes(weight) - sum(map(_bytes, parts))
-    return Product(shape, max(0, spared), is_taken(x))
+    return Product(shape, max(0, spared), is_fused_operand(x))
 
 
 def _bytes(node: Node) -> int:

@@ -30,7 +30,6 @@ from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops.statistics import Statistic
 from dgraph.passes.base import Report
-from dgraph.passes.manager import run_passes
 from dgraph.passes.measure_rows import MeasureRows
 from dgraph.private.triton import target_of
 from dgraph.ranks.groups import ranks_of
@@ -356,16 +355,10 @@ class Optimized(Described):
 
     def _lowered_as(self, variant: str, asked: tuple[Statistic, ...]) -> dict[str, LoweredProgram]:
         """The programs of a step that leave their logits, or compute statistics."""
-        if variant == LOGITS:
-            rewritten = rewrite(self.captured, self.recipe.keeping_logits())
-            graphs = {name: phase.graph for name, phase in rewritten.items()}
-        else:
-            graphs = {name: phase.graph.copy() for name, phase in self.phases.items()}
-        graphs = {name: graph for name, graph in graphs.items() if name in ("step", "select")}
-        if variant != LOGITS:
-            for graph in graphs.values():
-                run_passes(graph, [MeasureRows(asked)])
-        return {name: self._lower(graph) for name, graph in graphs.items()}
+        steps, recipe = ("step", "select"), self.recipe
+        recipe = recipe.keeping_logits() if variant == LOGITS else recipe.with_last(MeasureRows(asked), steps)
+        phases = rewrite(self.captured, recipe)
+        return {name: self._lower(phase.graph) for name, phase in phases.items() if name in steps}
 
     def warm_up(
         self,

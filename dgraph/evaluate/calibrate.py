@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.cache.store import open_store
+from dgraph.compiler.phases import lowerable
 from dgraph.errors import CaptureError, InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import capture_or_load
@@ -151,7 +152,7 @@ def measuring(captured: Graph) -> Graph:
     graph.set_outputs(results)
     graph.sweep()
     verify(graph, "calibrate")
-    return graph
+    return lowerable(graph)
 
 
 def _around(graph: Graph, layer: int) -> tuple[Node, Node]:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from dgraph.cache.store import open_store
 from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
+from dgraph.compiler.phases import lowerable
 from dgraph.compiler.saving import formats_for
 from dgraph.errors import InputError
 from dgraph.evaluate.calibrate import encoded, first_step, response_length
@@ -55,7 +56,7 @@ class Inputs:
         graph.set_outputs({name: same[node] for name, node in zip(names, nodes, strict=True)})
         graph.sweep()
         verify(graph, "inputs")
-        program = LoweredProgram(graph, RegionCompiler("eager"), Buckets.of("exact"))
+        program = LoweredProgram(lowerable(graph), RegionCompiler("eager"), Buckets.of("exact"))
         for prompt in self.prompts:
             outputs = program(
                 first_step(graph.spec, prompt, self.masks, graph.device), len(prompt) + self.masks

@@ -15,6 +15,9 @@ from dgraph.ir.stored_weights import stored_of
 from dgraph.ops import OPS
 from dgraph.types.nodes import args_of, is_view, op_name, where
 
+_SUMS_IN = tuple(OPS[name].overload for name in ("experts", "embedding_part", "embedding_stored"))
+"""Ops whose results are partial sums if their weights are divided."""
+
 
 def broken_sums(graph: Graph) -> Iterator[str]:
     """Violations of a rule: only linear calls read partial sums.
@@ -51,7 +54,7 @@ def _message(reader: str, value: Node, made: dict[Node, str]) -> str:
 
 def _maker(graph: Graph, node: Node) -> str | None:
     """The weight by which a call makes a partial sum; None if it makes none."""
-    if node.target in (OPS["experts"].overload, OPS["embedding_part"].overload):
+    if node.target in _SUMS_IN:
         return next((name for arg in node.all_input_nodes if (name := _divided(graph, arg)) is not None), None)
     linear = linear_of(node)
     name = None if linear is None else _divided(graph, linear.weight)

@@ -15,12 +15,13 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, LoweringError
 from dgraph.ir.graph import Graph
+from dgraph.ir.quantised_operands import arguments_of, is_fused_operand
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.schedule import Call, Region, Stage, prepared
+from dgraph.lowering.schedule import Call, Region, Stage, schedule
 from dgraph.lowering.stage import Cut, Launch, LoweredStage, Runner, run_steps
 from dgraph.lowering.steps import (
     AnyStep,
@@ -37,7 +38,6 @@ from dgraph.lowering.steps import (
     read_by,
     written_by,
 )
-from dgraph.lowering.taken import arguments_of, is_taken
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops import OPS, launcher, op_of
 from dgraph.types.nodes import args_of
@@ -48,7 +48,7 @@ class LoweredProgram:
     """A phase, ready to run: see `dgraph.lowering.program.Program`.
 
     Args:
-        graph: the phase's graph, verified; it is kept for dumps.
+        graph: the phase's graph, verified and after `dgraph.compiler.phases.lowering_passes`; it is kept as it is.
         compiler: makes the region functions; share it among the phases of a model.
         buckets: rounds the row count of every stage.
         runner: makes the function that runs a stage.
@@ -56,7 +56,7 @@ class LoweredProgram:
         chunk_rows: most rows at a time of steps that act row by row, so that the values between them stay small; None
             to run them on all rows. It changes no result, except as products of matrices round differently for another
             number of rows.
-        fused: see `prepared`.
+        fused: see `schedule`.
         graph_rows: on more rows no stage is recorded as a CUDA graph, nor is one whose steps run in chunks; None for
             any number. A graph holds the memory of its rows for good, and saves launches, which count for little where
             there are many.
@@ -84,8 +84,8 @@ class LoweredProgram:
         for what, rows in (("chunk_rows", chunk_rows), ("graph_rows", graph_rows)):
             if rows is not None and (type(rows) is not int or rows < 1):
                 raise InputError(f"{what} must be a number of rows of at least 1, or None, got {rows!r}.")
-        graph, self.stages = prepared(graph, fused, name)
         self.graph, self.buckets, self.tuning = graph, buckets, tuning
+        self.stages = schedule(graph, fused, name)
         self._padded: dict[int, int] = {}
         self.backend = compiler.backend
         if tuning is not None:
@@ -336,9 +336,9 @@ def _bridge_length(stage: Stage) -> int:
 
 
 def _numbered(arg: Any, numbers: Mapping[Node, Slot]) -> Any:
-    if is_taken(arg) and arg.target is OPS["dequantise_rows"].overload:
+    if is_fused_operand(arg) and arg.target is OPS["dequantise_rows"].overload:
         return RowSlots([_numbered(a, numbers) for a in args_of(arg)])
-    if is_taken(arg):
+    if is_fused_operand(arg):
         values, scales, zeros, block, _ = args_of(arg)
         return StoredSlots([*(_numbered(a, numbers) for a in (values, scales, zeros)), tuple(block)])
     if isinstance(arg, Node):

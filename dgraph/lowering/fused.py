@@ -27,7 +27,7 @@ from torch.fx import Node
 from dgraph.families.quantised import quantised_rows
 from dgraph.ir.graph import Graph
 from dgraph.ir.linears import linear_of
-from dgraph.lowering.taken import inputs_of
+from dgraph.ir.quantised_operands import inputs_of
 from dgraph.ops import OPS, Op, op_of
 from dgraph.ops.rows import rope
 from dgraph.types.nodes import ancestors, args_of, viewed

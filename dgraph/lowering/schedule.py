@@ -23,8 +23,8 @@ from torch.fx import Node
 
 from dgraph.errors import LoweringError
 from dgraph.ir.graph import Graph
+from dgraph.ir.quantised_operands import executing_op, inputs_of, is_fused_operand, readers_of
 from dgraph.lowering.fused import Fused, fused_of, results_of
-from dgraph.lowering.taken import as_taken, inputs_of, is_taken, readers_of, run_by
 from dgraph.ops import Op, op_of
 from dgraph.types.nodes import args_of, where
 
@@ -81,20 +81,6 @@ class Stage:
     cut: Call | None
 
 
-def prepared(graph: Graph, fused: bool | None = None, name: str = "step") -> tuple[Graph, tuple[Stage, ...]]:
-    """Prepare a graph for lowering: its products take stored operands (`as_taken`), and it is cut into stages.
-
-    Args and errors: as of `schedule`; `fused` also says that the graph runs on a GPU.
-    """
-    fuses = _fuses(graph, fused)
-    graph = as_taken(graph, on_gpu=fuses)
-    return graph, schedule(graph, fuses, name)
-
-
-def _fuses(graph: Graph, fused: bool | None) -> bool:
-    return graph.device.type == "cuda" if fused is None else fused
-
-
 def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tuple[Stage, ...]:
     """Cut a graph into stages of regions and calls.
 
@@ -110,7 +96,8 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
         raise LoweringError(
             f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe."
         )
-    units = _Units(graph, fused_of(graph) if _fuses(graph, fused) else {})
+    fuses = graph.device.type == "cuda" if fused is None else fused
+    units = _Units(graph, fused_of(graph) if fuses else {})
     levels = _levels(units)
     slots = _slots(units, levels)
     stages: list[Stage] = []
@@ -130,7 +117,7 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
             if node in units.fused:
                 steps.append(units.fused[node])
                 continue
-            op = run_by(node)
+            op = executing_op(node)
             assert op is not None  # it is opaque
             call = Call(node, results_of(node), op)
             if _is_cut(node):
@@ -154,7 +141,7 @@ class _Units:
     def __init__(self, graph: Graph, fused: Mapping[Node, Fused]):
         self.graph, self.fused = graph, fused
         self._within = {each: node for node, found in fused.items() for each in found.within}
-        self.nodes = [node for node in graph.calls if node not in self._within and not is_taken(node)]
+        self.nodes = [node for node in graph.calls if node not in self._within and not is_fused_operand(node)]
 
     def is_opaque(self, node: Node) -> bool:
         """True if nothing fuses with a node."""
@@ -180,7 +167,7 @@ def _stage_names(count: int, only: str) -> Iterable[str]:
 
 
 def _is_opaque(node: Node) -> bool:
-    op = run_by(node)
+    op = executing_op(node)
     return op is not None and not op.inline
 
 

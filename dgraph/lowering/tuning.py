@@ -18,7 +18,7 @@ from torch import Tensor
 from dgraph.cache.key import Key, tuning_key
 from dgraph.cache.store import Store
 from dgraph.ir.graph import Graph
-from dgraph.lowering.taken import is_taken
+from dgraph.ir.quantised_operands import is_fused_operand
 from dgraph.lowering.timing import tiling_seconds
 from dgraph.ops import OPS, op_of
 from dgraph.ops.tuning import Choice, Choices, Shape, text_of
@@ -214,7 +214,7 @@ def shapes_of(graph: Graph, sizes: Mapping[str, int], rows: int) -> dict[str, li
 
     for node in graph.calls:
         op = op_of(node.target)
-        if op is not None and op.tuning is not None and not any(map(is_taken, args_of(node))):
+        if op is not None and op.tuning is not None and not any(map(is_fused_operand, args_of(node))):
             shapes = op.tunable.shapes(*map(sized, args_of(node)))
             found.setdefault(op.name, {}).update(dict.fromkeys(shapes))
     return {op: list(shapes) for op, shapes in found.items()}

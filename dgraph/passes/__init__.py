@@ -21,6 +21,7 @@ from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.partial_attention import PartialAttention
+from dgraph.passes.quantised_operands import QuantisedOperands
 from dgraph.passes.quantize_weights import QuantizeWeights
 from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.passes.self_condition import SelfCondition
@@ -54,6 +55,7 @@ _OWN: dict[str, type[Pass]] = {
         BoundRows,
         EncodeRows,
         OnlyKV,
+        QuantisedOperands,
     )
 }
 PASSES: Mapping[str, type[Pass]] = Table(_OWN, GROUP, check_class(Pass))
@@ -78,6 +80,7 @@ __all__ = [
     "PackRows",
     "PartialAttention",
     "Pass",
+    "QuantisedOperands",
     "QuantizeWeights",
     "Report",
     "ReuseRows",

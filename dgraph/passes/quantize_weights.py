@@ -32,8 +32,8 @@ class QuantizeWeights(Pass):
                 %5 = linear(%3, %4)                                                                  f32[b, t, 64]
 
     Weights are rounded to the nearest numbers (`dgraph.families.quantised`). A product that reads such a weight
-    multiplies by the stored numbers, and no dequantised weight lies in memory (`dgraph.lowering.taken`). Any other
-    reader dequantises it.
+    multiplies by the stored numbers, and no dequantised weight lies in memory (`dgraph.ir.quantised_operands`). Any
+    other reader dequantises it.
 
     Rows are rounded within the norm or the activation that makes them. Between the products of experts they are rounded
     within the gate. On a GPU they are rounded within the sum over the shares of an attention's keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
@@ -124,6 +124,11 @@ class Recipe(Described):
             for phase in self.phases
         )
         return replace(self, phases=tuple(phases))
+
+    def with_last(self, step: Pass, phases: Collection[str]) -> Recipe:
+        """The same method with one more pass at the end of the phases of these names."""
+        more = (replace(p, passes=(*p.passes, step)) if p.name in phases else p for p in self.phases)
+        return replace(self, phases=tuple(more))
 
     def with_logit_rows(self, rows: int) -> Recipe:
         """The same method with the logits of at most `rows` rows at a time, in every phase (`ChunkLMHead`).

@@ -15,7 +15,7 @@ from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.regions import region_text
-from dgraph.lowering.schedule import Call, Region, Stage, prepared
+from dgraph.lowering.schedule import Call, Region, Stage, schedule
 from dgraph.passes.base import Report
 from dgraph.recipes import Recipe
 from dgraph.text.columns import table
@@ -155,9 +155,8 @@ def explain(phases: Mapping[str, Phase], recipe: Recipe, buckets: Buckets | None
     stages = {}
     for name, phase in phases.items():
         found = []
-        graph, cut = prepared(phase.graph)
-        for stage in cut:
-            texts = [region_text(graph, step) for step in stage.steps if isinstance(step, Region)]
+        for stage in schedule(phase.graph):
+            texts = [region_text(phase.graph, step) for step in stage.steps if isinstance(step, Region)]
             kinds |= {t: r for t, r in zip(texts, _regions(stage), strict=True) if t not in kinds}
             uses.update(texts)
             names = [_letters(list(kinds).index(t)) for t in texts]

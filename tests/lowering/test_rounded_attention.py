@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.phases import lowering_passes, rewrite
 from dgraph.engine.memory.dummy_step import DummyStep
 from dgraph.engine.memory.measure import measure
 from dgraph.errors import InputError
@@ -20,7 +22,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import footprint
 from dgraph.lowering.fused import Attend, Fused, attentions_of
-from dgraph.lowering.schedule import Call, Region, prepared, schedule
+from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.ops import OPS
 from dgraph.ops.registry import Op
 from dgraph.passes import QuantizeWeights
@@ -41,6 +43,12 @@ def model(family: str, kind: str) -> TinyModel:
     return tiny.quantised(QuantizeWeights(kind, activations=True))
 
 
+def phases_on_gpu(made: Optimized) -> dict[str, Graph]:
+    """The phases of a model as a GPU runs them."""
+    phases = rewrite(made.captured, made.recipe, lowering_passes((8, 9)))
+    return {name: phase.graph for name, phase in phases.items()}
+
+
 # -- where ---------------------------------------------------------------------------------------------------------
 
 
@@ -59,10 +67,9 @@ def model(family: str, kind: str) -> TinyModel:
 def test_layers_whose_attention_rounds(
     family: str, recipe: str, options: dict[str, Any], op: str, rotated: bool, layers: list[int], kind: str
 ) -> None:
-    graph = model(family, kind).optimized(recipe, **options).graph("step")
+    graph = phases_on_gpu(model(family, kind).optimized(recipe, **options))["step"]
     assert graph.find(op)
-    graph, stages = prepared(graph, fused=True)
-    steps = [step for stage in stages for step in stage.steps]
+    steps = [step for stage in schedule(graph, fused=True) for step in stage.steps]
     found = [step for step in steps if isinstance(step, Fused) and isinstance(step.function, Attend)]
     assert [step.made.meta["layer"] for step in found] == layers
     assert all(step.function == Attend(OPS[op], rotated, kind) for step in found)
@@ -74,8 +81,7 @@ def test_layers_whose_attention_rounds(
 
 def test_a_cpu_rounds_in_the_region_after() -> None:
     graph = model("llada", "int8").optimized("dense").graph("step")
-    _, stages = prepared(graph)
-    assert all(isinstance(step, (Region, Call)) for stage in stages for step in stage.steps)
+    assert all(isinstance(step, (Region, Call)) for stage in schedule(graph) for step in stage.steps)
 
 
 def attending(change: str = "", dtype: torch.dtype = torch.float32) -> Graph:
@@ -168,8 +174,9 @@ def test_an_op_without_a_kernel_cannot_say_so() -> None:
 def test_a_generation_is_the_same(family: str, recipe: str, kind: str) -> None:
     made = model(family, kind).optimized(recipe)
     found = []
-    for fused in (False, True):
-        programs = {name: lower(phase.graph, fused=fused) for name, phase in made.phases.items()}
+    plain = {name: phase.graph for name, phase in made.phases.items()}
+    for fused, graphs in ((False, plain), (True, phases_on_gpu(made))):
+        programs = {name: lower(graph, fused=fused) for name, graph in graphs.items()}
         session = BlockSession(made.spec, programs, plan=made.recipe.plan, kv=made.recipe.kv)
         prompts = [[1, 2, 3, 4, 5], [7, 8]]
         found.append(session.generate(prompts, max_new_tokens=24, block_length=8, policy=FixedSteps(4)))
@@ -178,7 +185,7 @@ def test_a_generation_is_the_same(family: str, recipe: str, kind: str) -> None:
 
 def test_footprints_count_what_attention_gives_and_what_it_rounds() -> None:
     made = model("llada", "int8").optimized("dense")
-    program = LoweredProgram(made.graph("step"), made.compiler, Buckets(), fused=True)
+    program = LoweredProgram(phases_on_gpu(made)["step"], made.compiler, Buckets(), fused=True)
     step = DummyStep(256, 32, 64, made.page_size)
     seen = measure(program, step)
     assert seen is not None
@@ -188,8 +195,7 @@ def test_footprints_count_what_attention_gives_and_what_it_rounds() -> None:
 def test_explained_by_all_that_runs_as_one() -> None:
     from dgraph.text.explain import _calls
 
-    graph = model("llada", "fp8").optimized("dense").graph("step")
-    (stage,) = schedule(prepared(graph, fused=True)[0], fused=True)
+    (stage,) = schedule(phases_on_gpu(model("llada", "fp8").optimized("dense"))["step"], fused=True)
     assert _calls(stage)["dgraph.rope + dgraph.paged_attention + dgraph.quantise_rows"] == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,30 @@ import pytest
 import torch
 from torch.fx import Node
 
-from dgraph.errors import PassError
+from dgraph.compiler.phases import lowering_passes, rewrite
+from dgraph.errors import PassError, UnknownName
 from dgraph.ir.graph import Graph
+from dgraph.lowering.buckets import Buckets
+from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.regions import RegionCompiler
 from dgraph.lowering.schedule import schedule
 from dgraph.ops import OPS
-from dgraph.passes import PASSES, CacheKV, CountRows, EvictTokens, FuseGLU, FuseProjections, GateFFN, ReuseRows
-from dgraph.passes.base import Pass, pass_from_json
+from dgraph.passes import (
+    PASSES,
+    CacheKV,
+    CountRows,
+    EvictTokens,
+    FuseGLU,
+    FuseProjections,
+    GateFFN,
+    QuantisedOperands,
+    QuantizeWeights,
+    ReuseRows,
+    run_passes,
+)
+from dgraph.passes.base import pass_from_json
+from dgraph.passes.fuse_glu import OPERANDS
+from dgraph.testing import models
 from dgraph.text.writer import dump
 from tests.amounts import first_cases
 from tests.golden_files import check_golden
@@ -247,9 +266,91 @@ def test_products_without_a_gate_are_none() -> None:
         assert (report.applied, report.skipped) == ([], [])
 
 
+# -- rows that the host counts -------------------------------------------------------------------------------------
+
+
+def packed_unit(read: str, dtype: torch.dtype = torch.float32, cu_rows: bool = True) -> Graph:
+    """silu(gate) * up of rounded rows, gate and up by one weight in int8; or something near it."""
+    hand = Hand()
+    x = hand.input("x", "N", 8, dtype=dtype)
+    counts = hand.input("cu_rows" if cu_rows else "counts", "b+1", dtype=torch.int32)
+    plain = read in ("a weight as it is", "rows and a weight as they are")
+    weight = hand.weight("w", 12, 8, dtype=dtype) if plain else hand.stored(12, 8, dtype)
+    rounded = read not in ("rows as they are", "rows and a weight as they are")
+    rows = hand.call(OPS["round_rows"].overload, x, "int8") if rounded else x
+    both = hand.call(aten.linear.default, rows, weight)
+    gate, up = hand.graph.parts(hand.call(aten.split_with_sizes.default, both, [6, 6], 1), 2, "")
+    made = hand.call(aten.mul.Tensor, hand.call(aten.silu.default, gate), up)
+    return hand.returns(logits=made, counts=counts, **({"gate": gate} if read == "the gate" else {}))
+
+
+@pytest.mark.parametrize(
+    ("read", "dtype", "packed"),
+    [
+        ("alone", torch.float32, "quantised"),
+        ("the gate", torch.float32, None),
+        ("a weight as it is", torch.float32, None),
+        ("rows as they are", torch.float32, None),
+        ("rows and a weight as they are", torch.float32, None),
+        ("rows and a weight as they are", torch.bfloat16, "16-bit"),
+        ("rows and a weight as they are", torch.float16, "16-bit"),
+        ("rows as they are", torch.bfloat16, "16-bit"),
+    ],
+    ids=str,
+)
+def test_a_unit_of_packed_rows_is_fused_by_its_operands(read: str, dtype: torch.dtype, packed: str | None) -> None:
+    graph, optional = packed_unit(read, dtype), frozenset({"QuantisedOperands", "FuseGLU"})
+    given = {"x": torch.randn(5, 8).to(dtype), "cu_rows": torch.tensor([0, 2, 4], dtype=torch.int32)}
+    want = interpret(graph, given)["logits"]
+    for operands in ((), *((name,) for name in OPERANDS), OPERANDS):
+        made, fused = graph.copy(), packed in operands
+        *_, report = run_passes(made, [QuantisedOperands(), FuseGLU(operands)], optional)
+        assert (len(made.find("rows_glu")), len(report.applied)) == (fused, fused)
+        assert len(report.skipped) == (operands != () and not fused)
+        got = interpret(made, given)["logits"]
+        torch.testing.assert_close(got[:4], want[:4])
+        assert got[4].isnan().all() == fused, "a row that belongs to no sequence"
+
+
+def test_a_unit_of_other_operands_is_a_near_miss() -> None:
+    for operands in ((name,) for name in OPERANDS):
+        (skipped,) = report_of(packed_unit("rows and a weight as they are"), FuseGLU(operands)).skipped
+        assert skipped.reason == f"its rows and weight are not {operands[0]} operands"
+    (skipped,) = report_of(packed_unit("the gate"), FuseGLU(OPERANDS)).skipped
+    assert skipped.reason == "output reads the gate too, so it must stay"
+
+
+def test_rows_without_offsets_are_a_near_miss() -> None:
+    graph = packed_unit("rows and a weight as they are", torch.bfloat16, cu_rows=False)
+    (skipped,) = report_of(graph, FuseGLU(OPERANDS)).skipped
+    assert skipped.reason == "its rows are not packed; run PackRows before it"
+
+
+def test_operands_of_no_kind_are_refused() -> None:
+    with pytest.raises(UnknownName, match=r"kind of operands '16bit'.*Did you mean '16-bit'"):
+        FuseGLU(("16bit",))
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("llada", "fast_dllm"), ("llada", "dense"), ("sdar", "dense"), ("sdar", "focus")]
+)
+def test_a_gpu_multiplies_gate_and_up_in_one_call(family: str, recipe: str) -> None:
+    """Each layer's that the recipe does not count itself; tokens are the same."""
+    (tiny,) = models(None, family)
+    made = tiny.quantised(QuantizeWeights("int8", activations=True)).optimized(recipe)
+    counted = len(made.graph().find("rows_glu"))
+    phase = rewrite(made.captured, made.recipe, lowering_passes((8, 9)))["step"]
+    assert len(phase.graph.find("rows_glu")) == tiny.model.spec.layers
+    assert [r.name for r in phase.reports][-2:] == ["QuantisedOperands", "FuseGLU"]
+    assert len(phase.reports[-1].applied) == tiny.model.spec.layers - counted > 0
+    want = made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16)
+    made._session.programs["step"] = LoweredProgram(phase.graph, RegionCompiler("eager"), Buckets(), fused=True)
+    assert made.generate(input_ids=[[5, 9, 4, 7]], max_new_tokens=16).token_ids == want.token_ids
+
+
 def test_it_reads_back_from_json() -> None:
-    step: Pass = FuseGLU()
-    assert pass_from_json(step.to_json(), PASSES) == step
+    for step in (FuseGLU(), FuseGLU(OPERANDS)):
+        assert pass_from_json(json.loads(json.dumps(step.to_json())), PASSES) == step
 
 
 # -- dump --------------------------------------------------------------------------------------------------------

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 import dgraph
+from dgraph.compiler.phases import lowerable
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.families import families
 from dgraph.families.quantised import KINDS, WHOLE, QuantisedWeight, quantise
 from dgraph.families.weights import Quantising, Shapes, WeightSource
 from dgraph.ir.graph import Graph
+from dgraph.ir.quantised_operands import is_fused_operand
 from dgraph.ir.stored_weights import formats_of, stored_of, tensors_of
 from dgraph.ir.verifier import verify
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.taken import is_taken
 from dgraph.passes import FuseProjections, PackRows, QuantizeWeights, ShardTensorParallel
 from dgraph.passes.base import pass_from_json
 from dgraph.recipes import RECIPES
@@ -176,9 +177,9 @@ def test_ids_are_looked_up_in_what_is_stored(
     activations &= format.block is None and format.format != "int4"
     step = replace(format, embeddings=True, lm_head=True, activations=activations)
     graph, given = rewritten(tied(), step), {"input_ids": torch.tensor(ids, dtype=torch.int64)}
-    program = LoweredProgram(graph, RegionCompiler(backend), Buckets())
+    program = LoweredProgram(lowerable(graph), RegionCompiler(backend), Buckets())
     assert program.graph.find("embedding_stored")
-    assert all(map(is_taken, program.graph.find("dequantise"))), "no dequantised table lies in memory"
+    assert all(map(is_fused_operand, program.graph.find("dequantise"))), "no dequantised table lies in memory"
     (got,) = program(given, len(ids)).outputs.values()
     torch.testing.assert_close(got, interpret(graph, given)["logits"], rtol=1e-5, atol=1e-5)
 
@@ -299,7 +300,7 @@ def test_rows_and_weights_on_their_grids_lose_nothing(step: QuantizeWeights) -> 
     made = rewritten(graph, replace(step, lm_head=True))
     assert len(made.find("round_rows")) == 1
     assert torch.equal(interpret(made, {"x": rows})["logits"], want)
-    (got,) = LoweredProgram(made, RegionCompiler("eager"), Buckets())({"x": rows}, 3).outputs.values()
+    (got,) = LoweredProgram(lowerable(made), RegionCompiler("eager"), Buckets())({"x": rows}, 3).outputs.values()
     assert torch.equal(got, want)
 
 

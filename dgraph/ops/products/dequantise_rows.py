@@ -14,7 +14,7 @@ from dgraph.ops.registry import Sample, define
 CONTRACT = """\
 values [..., d] of float8_e4m3fn or int8, scales [..., 1] as dgraph::quantise_rows gives them -> [..., d] of dtype,
 contiguous: values * scales in fp32 (float64 for float64), rounded once.
-A program that takes the numbers as they are has it in the place of dgraph::round_rows, and computes it nowhere.
+A program computes it only where something else than products reads it (`dgraph.ir.quantised_operands`).
 Row by row: a padding row influences no other row. Deterministic. Inline: the compiler fuses it."""
 
 

@@ -14,8 +14,8 @@ from dgraph.ops.registry import Sample, define
 CONTRACT = """\
 x [..., d], floating; kind "fp8" or "int8" -> values [..., d] of float8_e4m3fn or int8, scales [..., 1] in fp32 (float64
 of float64): what dgraph::round_rows multiplies.
-A row that is not finite has the scale NaN and zeros as its values. It is what a program runs in the place of
-dgraph::round_rows where products take the numbers as they are, and is in no graph.
+A row that is not finite has the scale NaN and zeros as its values. The pass QuantisedOperands makes it of
+dgraph::round_rows where products take the numbers as they are.
 Row by row: a padding row influences no other row. Deterministic. Inline: the compiler fuses it, into the norm or
 activation that makes the rows."""
 

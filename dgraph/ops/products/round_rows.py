@@ -19,7 +19,7 @@ The scale of a row is its largest absolute value / the kind's largest number (44
 the scale are rounded once, to the dtype of x. A row that is not finite becomes NaN, all of it. A row that lies on the
 grid of its scale stays as it is.
 Row by row: a padding row influences no other row. Deterministic. Inline: the compiler fuses it. A product by a weight
-that is stored in numbers of the kind takes them and the scales in its place (`dgraph.lowering.taken`)."""
+that is stored in numbers of the kind takes them and the scales in its place (`dgraph.ir.quantised_operands`)."""
 
 
 def reference(x: Tensor, kind: str) -> Tensor:

@@ -19,8 +19,8 @@ x [N, d], floating, rows at any stride; kind "fp8" or "int8"; cu_rows i32 or i64
 read -> values [N, d] of float8_e4m3fn or int8, scales [N, 1] in fp32 (float64 of float64).
 Padding rows of x may hold anything, and are left out of the work: the padding rows of the result are not written, and
 hold anything too. The reference gives them the scale NaN, so that who reads them is found.
-It is what a program runs on a GPU in the place of dgraph::round_rows where products count their rows by a list, and is
-in no graph. Row by row, and deterministic."""
+On a GPU the pass QuantisedOperands makes it of dgraph::round_rows where products count their rows by a list.
+Row by row, and deterministic."""
 
 
 def check_sizes(x: Tensor, kind: str) -> None:

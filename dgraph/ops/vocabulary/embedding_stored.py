@@ -17,8 +17,8 @@ CONTRACT = """\
 values, scales, zeros and block as dgraph::dequantise takes them, of a weight [V, d]; ids i64[...]; first i64[1] or None
 -> [..., d] of dtype: what aten::embedding gives of the dequantised weight, or dgraph::embedding_part if it is of the
 ids from `first` on: zeros for an id outside of the part.
-Rows that are read are dequantised, and no others; computed in fp32 and rounded once. It is what a program runs in the
-place of a lookup in a quantised weight, and is in no graph.
+Rows that are read are dequantised, and no others; computed in fp32 and rounded once. The pass QuantisedOperands makes
+it of a lookup in a quantised weight.
 Row by row: a padding row influences no other row, but without `first` it must hold an id of the table. Deterministic.
 Inline: the compiler fuses it."""
 
