@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from dgraph.ir.aten_rules import axes_of
 from dgraph.ir.graph import Graph
 from dgraph.lowering.fused import Fused
 from dgraph.lowering.schedule import Call, Region
 from dgraph.lowering.steps import AnyStep, RowChunks, Step
 from dgraph.ops import OPS, op_of
-from dgraph.types.nodes import args_of, is_view, op_name, viewed
+from dgraph.types.nodes import args_of, is_view, viewed
 from dgraph.types.shapes import Symbols, is_row_set
 
 CHUNK_ROWS = 24576
@@ -33,14 +34,6 @@ They are far more than fill a device. Results of chunks are copied together, and
 captured. So a batch of a few sequences of usual length runs whole. Yet for a prompt of 32k tokens, the values between
 steps stay small beside keys and values.
 """
-
-# The sizes of these ops tell if they act row by row: an op that mixes rows has a result whose first dimension is
-# another, or that has the rows in a second one.
-_TOLD_BY_SIZES = {"linear", "reshape", "unsqueeze", "stack", "sum", "to"}
-# These act along one dimension, which must not be that of the rows; the place of the argument that names it.
-_ALONG = {"cat": 1, "slice": 1, "split_with_sizes": 2}
-# The rows of these are looked up by the rows of an index, so only the index may be cut.
-_TABLES = {"embedding": 0}
 
 
 @dataclass(frozen=True)
@@ -173,14 +166,8 @@ def _acts_by_row(symbols: Symbols, node: Node) -> bool:
         return True
     if (op := op_of(target)) is not None:
         return set(rowed) <= set(op.values(op.by_row, args))
-    name = op_name(target)
-    if name in _TABLES:
-        return not _row_set(symbols, args[_TABLES[name]])
-    if name in _ALONG:
-        place = _ALONG[name]
-        dim = args[place] if len(args) > place else node.kwargs.get("dim", 0)
-        return isinstance(dim, int) and dim % rowed[0].meta["val"].dim() != 0
-    return name in _TOLD_BY_SIZES or torch.Tag.pointwise in tags
+    axes = axes_of(node)
+    return axes is not None and all(passage.dims[0] == 0 for passage in axes.passages if passage.node in rowed)
 
 
 _MIXED = "?"

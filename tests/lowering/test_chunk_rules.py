@@ -54,6 +54,7 @@ MIXED: dict[str, Build] = {
     ),
     "the sum of everything": lambda h, y: h.call(aten.add.Tensor, y, h.call(aten.sum.default, y)),
     "a sum along the rows": lambda h, y: h.call(aten.cumsum.default, y, 0),
+    "shares of rows": lambda h, y: h.call(aten.softmax.int, y, 0),
     "a sort of rows": lambda h, y: h.graph.parts(h.call(aten.sort.default, y, 0), 2, "")[0],
     "an order reversed": lambda h, y: h.call(aten.flip.default, y, [0]),
     "rows after rows": lambda h, y: h.call(aten.cat.default, [y, y]),
@@ -74,6 +75,26 @@ def test_what_mixes_rows_does_not(what: str) -> None:
     program = lower(hand.returns(z=hand.call(aten.neg.default, MIXED[what](hand, y))), 2)
     assert not chunks_of(program)
     assert program.lowered[0].graph_rows is None
+
+
+ALONG: dict[str, Build] = {
+    "shares": lambda h, y: h.call(aten.softmax.int, y, -1),
+    "running sums": lambda h, y: h.call(aten.cumsum.default, y, 1),
+    "the largest": lambda h, y: h.call(aten.amax.default, y, [-1], True),
+    "columns in order": lambda h, y: h.graph.parts(h.call(aten.sort.default, y, 1), 1, "")[0],
+    "columns of others": lambda h, y: h.call(aten.transpose.int, h.call(aten.unsqueeze.default, y, 1), 1, 2),
+}
+
+
+@pytest.mark.parametrize("what", ALONG)
+def test_what_works_along_a_row_does(what: str) -> None:
+    """The table of aten ops (`dgraph.ir.aten_rules`) says of each op what it does to rows."""
+    hand = Hand()
+    y = hand.call(aten.linear.default, hand.input("x", "N", 8), hand.weight("up", 24, 8))
+    program = lower(hand.returns(z=hand.call(aten.neg.default, ALONG[what](hand, y))), 2)
+    assert len(chunks_of(program)) == 1
+    inputs = {"x": torch.randn(5, 8)}
+    torch.testing.assert_close(program(inputs, 5).outputs["z"], interpret(program.graph, inputs)["z"])
 
 
 def test_two_row_sets_do_not() -> None:
