@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dgraph.families.quantised import PARTS, Format, QuantisedWeight, quantise, sizes_of
+from dgraph.families.quantised import PARTS, Format, QuantisedWeight, quantise
 from dgraph.ranks.sharding import Part
 
 
@@ -154,21 +154,6 @@ class WeightSource:
         for place, i in zip(found, items, strict=True):
             self._read_item(blocks[i * each : (i + 1) * each], part, place)
         return found
-
-    def take_quantised(self, name: str, like: Tensor) -> QuantisedWeight:
-        """A weight that is stored quantised, as it is stored.
-
-        Args:
-            name: of it, in `formats`.
-            like: the weight's shape, and the device of the result.
-        """
-        format = self.formats[name]
-        found = [
-            self.take(f"{name}{part}", hollow(shape, dtype, like.device), None)
-            for part, (shape, dtype) in zip(PARTS, sizes_of(like.shape, format), strict=False)
-        ]
-        assert format.block is not None  # filled in by the format
-        return QuantisedWeight(found[0], found[1], found[2] if format.zeros else None, format.block)
 
     def _read_item(self, blocks: Sequence[Stored], part: Part | None, into: Tensor) -> None:
         """Read the share of a part in one item of a stack."""

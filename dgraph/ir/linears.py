@@ -116,11 +116,6 @@ class Projection:
     begin: int
     end: int
 
-    @property
-    def is_whole(self) -> bool:
-        """True if these are all outputs of the layer."""
-        return (self.begin, self.end) == (0, self.linear.shape[0])
-
 
 def projection_of(value: Node) -> Projection | str:
     """The projection of a value whose rows were normed, rotated, reshaped or gathered since; or why none is found."""

@@ -38,11 +38,6 @@ class ServedModel:
         """Statistics of the engine since it began to serve; work before that, such as its warm-up, is left out."""
         return self.engine.stats.since(self._began)
 
-    @property
-    def has_text(self) -> bool:
-        """True if it has a tokenizer, and so reads and writes texts."""
-        return self.engine.tokenizer is not None
-
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:
         """Ids of a text without a chat template.
 

@@ -91,7 +91,8 @@ def roles(layer: Layer) -> list[str]:
 
     def of(projection: Projection | None) -> str:
         assert projection is not None
-        return named(projection.linear, *(() if projection.is_whole else (projection.begin, projection.end)))
+        part = projection.begin, projection.end
+        return named(projection.linear, *(() if part == (0, projection.linear.shape[0]) else part))
 
     found, unit = layer.projections, layer.gated_unit
     assert isinstance(found, Projections), found

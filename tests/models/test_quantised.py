@@ -16,7 +16,8 @@ import dgraph
 import dgraph.parallel.divide
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import Model, resolve
-from dgraph.families.weights import weights_of
+from dgraph.families.quantised import PARTS, QuantisedWeight, sizes_of
+from dgraph.families.weights import WeightSource, hollow, weights_of
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.models.checkpoint import build_native
 from dgraph.models.tiny import BLOCK, KEYS, build_tiny
@@ -62,6 +63,17 @@ def folders(
     return write(tmp_path / "quantised", config, stored, shards), write(tmp_path / "plain", CONFIG, plain)
 
 
+def taken_quantised(source: WeightSource, name: str, like: Tensor) -> QuantisedWeight:
+    """A weight as it is stored."""
+    format = source.formats[name]
+    values, scales, *zeros = (
+        source.take(f"{name}{part}", hollow(shape, dtype, like.device), None)
+        for part, (shape, dtype) in zip(PARTS, sizes_of(like.shape, format), strict=False)
+    )
+    assert format.block is not None
+    return QuantisedWeight(values, scales, zeros[0] if zeros else None, format.block)
+
+
 def same_weights(quantised: Model, plain: Model) -> int:
     """That an opened checkpoint stands for the weights of another one; how many of them are stored quantised."""
     source, expected = quantised.weights, plain.weights
@@ -71,7 +83,7 @@ def same_weights(quantised: Model, plain: Model) -> int:
         if name in source:
             found = source.take(name, like, None)
             if name in source.formats:
-                found = source.take_quantised(name, like).dequantised(torch.float32)
+                found = taken_quantised(source, name, like).dequantised(torch.float32)
             assert torch.equal(found, expected.take(name, like, None)), name
     return len(source.formats)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from dgraph.engine.io.timings import Served
 
-FINISHES = ("stop", "length", "cancelled", "error")
-
 
 @dataclass(frozen=True)
 class Usage:
