@@ -1,12 +1,12 @@
 """Operands that products read quantised: the dequantisations that a program never computes.
 
 A product by `dgraph::dequantise` of a weight reads the inputs of the dequantisation: values, scales and zeros, as one
-`dgraph.families.quantised.QuantisedWeight`. The dequantised weight never lies in memory. A linear layer is then a call of
-`dgraph::linear`, and no part of a region; ops that multiply by weights declare the argument (`Op.stored`). If any other
-op reads the dequantised weight, it is computed, like any other value.
+`dgraph.families.quantised.QuantisedWeight`. The dequantised weight never lies in memory. A linear layer is then a call
+of `dgraph::linear`, and no part of a region; ops that multiply by weights declare the argument (`Op.stored`). If any
+other op reads the dequantised weight, it is computed, like any other value.
 
-A product by `dgraph::dequantise_rows` reads numbers and scales likewise, as one `dgraph.families.quantised.QuantisedRows`
-(`Op.rounded`). `dgraph.passes.QuantisedOperands` gives products such operands.
+A product by `dgraph::dequantise_rows` reads numbers and scales likewise, as one
+`dgraph.families.quantised.QuantisedRows` (`Op.rounded`). `dgraph.passes.QuantisedOperands` gives products such operands.
 
 A graph is only read here. Lowering groups a dequantisation with each product that reads it.
 """

@@ -26,8 +26,8 @@ class FuseGLU(Pass):
     rows of the buffer, of which few may be live. They take as long as the products. As part of the product they run on
     the live rows, and gate and up are never stored.
 
-    A linear layer over packed rows (all of a step's, or those that an eviction kept) is fused only if `packed` names
-    its operands: elsewhere the library's product is faster than the kernel.
+    Packed rows, whose number the host knows, are all of a step's, or those that an eviction kept. A linear layer over
+    them is fused only if `packed` names its operands: elsewhere the library's product is faster than the kernel.
 
         before  %29 = dgraph.rows_linear(%28, mlp.gate_proj+up_proj.weight, None, %22)     f32[N, 256]
                 %30, %31 = split_with_sizes(%29, [128, 128], 1)                            (f32[N, 128], f32[N, 128])

@@ -30,8 +30,8 @@ class QuantisedOperands(Pass):
                 %9 = linear(%8, %4)                                                      f32[N, 32]
 
     Lowering gives a product the numbers and scales in place of a dequantisation that only products read
-    (`dgraph.ir.quantised_operands`). Rounding then fuses into the op that makes the rows, and the rounded values never lie
-    in memory. The weight must be stored in numbers of the same kind with a scale for each of its rows.
+    (`dgraph.ir.quantised_operands`). Rounding then fuses into the op that makes the rows, and the rounded values never
+    lie in memory. The weight must be stored in numbers of the same kind with a scale for each of its rows.
 
     A lookup of ids in a quantised table is `dgraph::embedding_stored`, which dequantises the rows that it reads. Rows
     that are gathered are rounded after the gather, which gives a product the same values.
