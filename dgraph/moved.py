@@ -45,6 +45,7 @@ _BY_PACKAGE = {
     "runtime.state": "runtime.begin=initial runtime.block_causal runtime.canvas=bidirectional"
     " runtime.decode_state=base runtime.own_block=block_window runtime.renoised=uniform_noise"
     " runtime.rows=packed_rows runtime.two_modes=encode_denoise",
+    "lowering": "lowering.fused=peephole lowering.steps=instructions",
     "ops.collectives": "ops.all_gather ops.all_reduce",
     "ops.kv": "ops.feature_merge ops.feature_read ops.feature_take ops.feature_write ops.kv_pack ops.kv_scores"
     " ops.kv_update ops.kv_votes ops.kv_write ops.row_slots ops.scales",

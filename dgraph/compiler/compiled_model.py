@@ -25,7 +25,7 @@ from dgraph.lowering.chunks import CHUNK_ROWS
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.kernels import Kernels
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.stage import run_steps
+from dgraph.lowering.stage import run_in_order
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops.statistics import Statistic
@@ -157,7 +157,7 @@ class Optimized(Described):
             graph,
             self.compiler,
             self._buckets,
-            run_steps if pool is None else pool.runner,
+            run_in_order if pool is None else pool.runner,
             self.tuning,
             None if whole else CHUNK_ROWS,
             graph_rows=GRAPH_ROWS if prompts else None,

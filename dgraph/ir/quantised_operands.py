@@ -6,7 +6,7 @@ of `dgraph::linear`, and no part of a region; ops that multiply by weights decla
 other op reads the dequantised weight, it is computed, like any other value.
 
 A product by `dgraph::dequantise_rows` reads numbers and scales likewise, as one
-`dgraph.families.quantised.QuantisedRows` (`Op.rounded`). `dgraph.passes.QuantisedOperands` gives products such operands.
+`dgraph.families.quantised.QuantisedRows` (`Op.rounded`). The pass `QuantisedOperands` gives products such operands.
 
 A graph is only read here. Lowering groups a dequantisation with each product that reads it.
 """

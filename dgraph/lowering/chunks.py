@@ -1,8 +1,8 @@
-"""Chunks of rows: run steps on some rows at a time, so that the values between them stay small.
+"""Chunks of rows: run instructions on some rows at a time, so that the values between them stay small.
 
-A transformer acts row by row except in attention. So the steps between two calls that look at other rows can run on one
-part of the rows after the other. Their values on the way (gate and up, their product, the normed rows) exist for that
-part only. The largest of these is six times as wide as the hidden state. For a prompt of 32k rows it would be the
+A transformer acts row by row except in attention. So the instructions between two calls that look at other rows can run
+on one part of the rows after the other. Their values on the way (gate and up, their product, the normed rows) exist for
+that part only. The largest of these is six times as wide as the hidden state. For a prompt of 32k rows it would be the
 largest tensor of a forward.
 """
 
@@ -20,9 +20,9 @@ from torch.fx import Node
 
 from dgraph.ir.aten_rules import axes_of
 from dgraph.ir.graph import Graph
-from dgraph.lowering.fused import Fused
+from dgraph.lowering.instructions import AnyInstruction, Instruction, RowChunks
+from dgraph.lowering.peephole import Fusion
 from dgraph.lowering.schedule import Call, Region
-from dgraph.lowering.steps import AnyStep, RowChunks, Step
 from dgraph.ops import OPS, op_of
 from dgraph.types.nodes import args_of, is_view, viewed
 from dgraph.types.shapes import Symbols, is_row_set
@@ -32,7 +32,7 @@ CHUNK_ROWS = 24576
 
 They are far more than fill a device. Results of chunks are copied together, and a stage that runs in chunks is not
 captured. So a batch of a few sequences of usual length runs whole. Yet for a prompt of 32k tokens, the values between
-steps stay small beside keys and values.
+instructions stay small beside keys and values.
 """
 
 
@@ -49,12 +49,12 @@ class Slicing:
     count: Node | None = None
 
 
-def slicing_of(graph: Graph, step: Region | Call | Fused) -> Slicing | None:
+def slicing_of(graph: Graph, step: Region | Call | Fusion) -> Slicing | None:
     """Cutting of a step into chunks; None if the step looks at several rows at once, or at none."""
     if isinstance(step, Region):
         rows = _rows_of_region(graph.symbols, step)
         return Slicing(rows) if rows else None
-    if isinstance(step, Fused):
+    if isinstance(step, Fusion):
         rows = _row_set(graph.symbols, step.inputs[0])
         alike = all(_row_set(graph.symbols, node) in (rows, "") for node in step.inputs)
         return Slicing(rows) if step.by_row and is_row_set(rows) and alike else None
@@ -71,32 +71,32 @@ def slicing_of(graph: Graph, step: Region | Call | Fused) -> Slicing | None:
 
 def in_chunks(
     graph: Graph,
-    origins: Sequence[Region | Call | Fused],
-    steps: Sequence[Step],
+    origins: Sequence[Region | Call | Fusion],
+    instructions: Sequence[Instruction],
     numbers: Mapping[Node, int],
     outside: Collection[int],
     limit: int,
-) -> tuple[AnyStep, ...]:
-    """Join the steps of a stage that run in chunks.
+) -> tuple[AnyInstruction, ...]:
+    """Join the instructions of a stage that run in chunks.
 
     Args:
-        graph: the graph of the steps.
-        origins: the region or call that each step was lowered from.
-        steps: in order.
-        numbers: slots of nodes.
-        outside: slots that something outside of `steps` reads.
+        graph: the graph of the instructions.
+        origins: the region or call that each instruction was lowered from.
+        instructions: in order.
+        numbers: registers of nodes.
+        outside: registers that something outside of `instructions` reads.
         limit: rows of a chunk, at least 1.
     """
     slicings = [slicing_of(graph, origin) for origin in origins]
-    last = {slot: i for i, step in enumerate(steps) for slot in step.reads()}
-    found: list[AnyStep] = []
-    for rows, group in groupby(range(len(steps)), key=lambda i: one.rows if (one := slicings[i]) else None):
+    last = {register: i for i, instruction in enumerate(instructions) for register in instruction.reads()}
+    found: list[AnyInstruction] = []
+    for rows, group in groupby(range(len(instructions)), key=lambda i: one.rows if (one := slicings[i]) else None):
         at = list(group)
-        members = steps[at[0] : at[-1] + 1]
+        members = instructions[at[0] : at[-1] + 1]
         if rows is None:
             found += members
             continue
-        after = {slot for slot, reader in last.items() if reader > at[-1]}.union(outside)
+        after = {register for register, reader in last.items() if reader > at[-1]}.union(outside)
         counts = {one.count for i in at if (one := slicings[i]) is not None and one.count is not None}
         joined = _joined(graph, origins[at[0] : at[-1] + 1], members, counts, numbers, after, limit)
         found += [joined] if joined else members
@@ -105,14 +105,14 @@ def in_chunks(
 
 def _joined(
     graph: Graph,
-    origins: Sequence[Region | Call | Fused],
-    members: Sequence[Step],
+    origins: Sequence[Region | Call | Fusion],
+    members: Sequence[Instruction],
     counts: Collection[Node],
     numbers: Mapping[Node, int],
     after: Collection[int],
     limit: int,
 ) -> RowChunks | None:
-    """Join steps that follow each other; None if chunks would save nothing."""
+    """Join instructions that follow each other; None if chunks would save nothing."""
     nodes = [n for o in origins for n in _made_by(o)]
     outputs = {n for n in nodes if numbers.get(n) in after}
     held = {viewed(n) for n in outputs}
@@ -136,7 +136,7 @@ def _joined(
     )
 
 
-def _made_by(origin: Region | Call | Fused) -> Sequence[Node]:
+def _made_by(origin: Region | Call | Fusion) -> Sequence[Node]:
     """Nodes whose values a step makes."""
     return origin.nodes if isinstance(origin, Region) else [part for _, part in origin.results]
 

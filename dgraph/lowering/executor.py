@@ -1,4 +1,4 @@
-"""Lowered programs: the steps of each stage, run over numbered slots."""
+"""Lowered programs: the instructions of each stage, run over numbered registers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from dgraph.ir.graph import Graph
 from dgraph.ir.quantised_operands import arguments_of, is_fused_operand
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS, in_chunks
-from dgraph.lowering.fused import Fused
-from dgraph.lowering.program import ProgramResult
-from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.schedule import Call, Region, Stage, schedule
-from dgraph.lowering.stage import Cut, Launch, LoweredStage, Runner, run_steps
-from dgraph.lowering.steps import (
-    AnyStep,
+from dgraph.lowering.instructions import (
+    AnyInstruction,
+    Instruction,
     Observer,
+    Register,
+    Registers,
     RowChunks,
-    RowSlots,
-    Slot,
-    Slots,
-    Step,
-    StoredSlots,
+    RowRegisters,
+    WeightRegisters,
     calls_of,
     instead,
     observed,
     read_by,
     written_by,
 )
+from dgraph.lowering.peephole import Fusion
+from dgraph.lowering.program import ProgramResult
+from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.schedule import Call, Region, Stage, schedule
+from dgraph.lowering.stage import Cut, Launch, LoweredStage, Runner, run_in_order
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops import OPS, launcher, op_of
 from dgraph.types.nodes import args_of
@@ -53,13 +53,13 @@ class LoweredProgram:
         buckets: rounds the row count of every stage.
         runner: makes the function that runs a stage.
         tuning: tilings of kernels that its launches take where they were chosen; None for the kernels' own.
-        chunk_rows: most rows at a time of steps that act row by row, so that the values between them stay small; None
-            to run them on all rows. It changes no result, except as products of matrices round differently for another
-            number of rows.
+        chunk_rows: most rows at a time of instructions that act row by row, so that the values between them stay small;
+            None to run them on all rows. It changes no result, except as products of matrices round differently for
+            another number of rows.
         fused: see `schedule`.
-        graph_rows: on more rows no stage is recorded as a CUDA graph, nor is one whose steps run in chunks; None for
-            any number. A graph holds the memory of its rows for good, and saves launches, which count for little where
-            there are many.
+        graph_rows: on more rows no stage is recorded as a CUDA graph, nor is one whose instructions run in chunks; None
+            for any number. A graph holds the memory of its rows for good, and saves launches, which count for little
+            where there are many.
         name: of its only stage, if it has one; see `schedule`.
 
     Attributes:
@@ -74,7 +74,7 @@ class LoweredProgram:
         graph: Graph,
         compiler: RegionCompiler,
         buckets: Buckets,
-        runner: Callable[[LoweredStage], Runner] = run_steps,
+        runner: Callable[[LoweredStage], Runner] = run_in_order,
         tuning: Tuning | None = None,
         chunk_rows: int | None = CHUNK_ROWS,
         fused: bool | None = None,
@@ -90,7 +90,7 @@ class LoweredProgram:
         self.backend = compiler.backend
         if tuning is not None:
             tuning.load(graph)
-        self._numbers: dict[Node, Slot] = {}
+        self._numbers: dict[Node, Register] = {}
         self._count = 0
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self._template: list[Any] = [
@@ -99,14 +99,14 @@ class LoweredProgram:
         for node in placeholders:
             self._number(node)
         self._inputs = {spec.name: (self._numbers[graph.input(spec.name)], spec) for spec in graph.inputs.values()}
-        self._given = [(n, slot, spec.dtype, spec.per == "row") for n, (slot, spec) in self._inputs.items()]
-        steps: list[list[Step]] = []
+        self._given = [(n, register, spec.dtype, spec.per == "row") for n, (register, spec) in self._inputs.items()]
+        instructions: list[list[Instruction]] = []
         self._cuts: list[Cut | None] = []
         for stage in self.stages:
-            steps.append([self._lower(step, compiler) for step in stage.steps])
+            instructions.append([self._lower(step, compiler) for step in stage.steps])
             self._cuts.append(None if stage.cut is None else self._lower_cut(stage.cut))
         self._outputs = {name: self._numbers[node] for name, node in graph.results().items()}
-        self.lowered = self._lower_stages(steps, chunk_rows, graph_rows)
+        self.lowered = self._lower_stages(instructions, chunk_rows, graph_rows)
         self.graph_rows = self.lowered[0].graph_rows
         self._place_frees()
         self._template += [None] * (self._count - len(self._template))
@@ -143,8 +143,8 @@ class LoweredProgram:
     @torch.no_grad()
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
         """Run in two calls; see `Program`. The first raises what `__call__` does, but for numbers of rows."""
-        slots, least = Slots(self._template), ("", math.inf)
-        for name, slot, dtype, by_row in self._given:
+        registers, least = Registers(self._template), ("", math.inf)
+        for name, register, dtype, by_row in self._given:
             value = inputs.get(name)
             if value is None:
                 raise LoweringError(f"input {name!r} is missing; this program reads {', '.join(sorted(self._inputs))}.")
@@ -152,12 +152,12 @@ class LoweredProgram:
                 raise LoweringError(f"input {name!r} is {value.dtype}, expected {dtype}.")
             if by_row and len(value) < least[1]:
                 least = name, len(value)
-            slots[slot] = value
-        return partial(self._on, slots, least, self._runners[0](slots))
+            registers[register] = value
+        return partial(self._on, registers, least, self._runners[0](registers))
 
-    def calls(self) -> tuple[Step, ...]:
-        """The steps that call an op, in order, those within chunks of rows included."""
-        return tuple(calls_of(step for stage in self.lowered for step in (*stage.bridge, *stage.steps)))
+    def calls(self) -> tuple[Instruction, ...]:
+        """The instructions that call an op, in order, those within chunks of rows included."""
+        return tuple(calls_of(each for stage in self.lowered for each in (*stage.bridge, *stage.instructions)))
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
@@ -166,34 +166,35 @@ class LoweredProgram:
             with program.observed(lambda op, args, result: print(op.name)):
                 program(inputs, rows)
 
-        The steps run one by one meanwhile, without CUDA graphs. Not seen are ops that were compiled into a region, and
-        a call that takes another along (`dgraph.lowering.fused`).
+        The instructions run one by one meanwhile, without CUDA graphs. Not seen are ops that were compiled into a
+        region, and a call that absorbs another (`dgraph.lowering.peephole`).
         """
-        with self.one_by_one(), instead(self.calls(), lambda step: observed(step, observer)):
+        with self.one_by_one(), instead(self.calls(), lambda instruction: observed(instruction, observer)):
             yield
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Context in which the steps run one by one, without CUDA graphs."""
+        """Context in which the instructions run one by one, without CUDA graphs."""
         runners = self._runners
-        self._runners = [run_steps(stage) for stage in self.lowered]
+        self._runners = [run_in_order(stage) for stage in self.lowered]
         try:
             yield
         finally:
             self._runners = runners
 
     def on_stand_ins(self, inputs: Mapping[str, Tensor], weight: Callable[[Tensor], Tensor], rows: int) -> None:
-        """Run the steps on stand-ins for the inputs and for each weight; `rows` rows live on at every cut.
+        """Run the instructions on stand-ins for the inputs and for each weight; `rows` rows live on at every cut.
 
-        Stand-ins have sizes alone, and the functions of the steps must take them (`dgraph.lowering.steps.instead`).
+        Stand-ins have sizes alone, and the functions of the instructions must take them
+        (`dgraph.lowering.instructions.instead`).
         """
-        slots = Slots(None if value is None else weight(value) for value in self._template)
-        for name, (slot, _) in self._inputs.items():
-            slots[slot] = inputs[name]
+        registers = Registers(None if value is None else weight(value) for value in self._template)
+        for name, (register, _) in self._inputs.items():
+            registers[register] = inputs[name]
         for stage in self.lowered:
-            run_steps(stage)(slots)(rows)
+            run_in_order(stage)(registers)(rows)
 
-    def _on(self, slots: Slots, least: tuple[str, float], launch: Launch, rows: int) -> ProgramResult:
+    def _on(self, registers: Registers, least: tuple[str, float], launch: Launch, rows: int) -> ProgramResult:
         """Run on `rows` live rows.
 
         least: name of the input with the fewest rows, and their number. No gradients are needed, and the callers have
@@ -203,7 +204,7 @@ class LoweredProgram:
             raise LoweringError(f"input {least[0]!r} has {least[1]} rows, expected at least {rows}.")
         live, padded = rows, self._bucket(rows)
         if self.tuning is not None and self.tuning.is_open:
-            self.tuning.prepare(self.graph, self._sizes(slots), padded)
+            self.tuning.prepare(self.graph, self._sizes(registers), padded)
         all_live, all_padded, seconds = [], [], []
         start = time.perf_counter()
         for i in range(len(self._runners)):
@@ -211,49 +212,49 @@ class LoweredProgram:
             all_live.append(live)
             all_padded.append(padded)
             if i + 1 < len(self._runners):
-                launch = self._runners[i + 1](slots)
+                launch = self._runners[i + 1](registers)
                 live = living()  # the one host read: the next stage's bucket depends on it
                 padded = self._bucket(live)
             now = time.perf_counter()
             seconds.append(now - start)
             start = now
-        outputs = {name: slots[slot] for name, slot in self._outputs.items()}
+        outputs = {name: registers[register] for name, register in self._outputs.items()}
         return ProgramResult(outputs, tuple(all_live), tuple(all_padded), tuple(seconds))
 
     def _bucket(self, rows: int) -> int:
         """The bucket of a row count, looked up where it was met before: the device waits for it."""
         return self._padded.get(rows) or self._padded.setdefault(rows, self.buckets(rows))
 
-    def _sizes(self, slots: Slots) -> dict[str, int]:
+    def _sizes(self, registers: Registers) -> dict[str, int]:
         """Current sizes by symbol of the inputs' declared shapes; inputs with a value per row are left out."""
-        others = ((slot, spec) for slot, spec in self._inputs.values() if spec.per != "row")
-        sizes = (zip(spec.shape, slots[slot].shape, strict=True) for slot, spec in others)
+        others = ((register, spec) for register, spec in self._inputs.values() if spec.per != "row")
+        sizes = (zip(spec.shape, registers[register].shape, strict=True) for register, spec in others)
         return {name: size for pairs in sizes for name, size in pairs if isinstance(name, str)}
 
-    def _number(self, node: Node | None) -> Slot:
-        """Slot of a node, a new one if it has none yet; for None, a new slot of a value without a node."""
+    def _number(self, node: Node | None) -> Register:
+        """Register of a node, a new one if it has none yet; for None, a new register of a value without a node."""
         if node is not None and node in self._numbers:
             return self._numbers[node]
-        slot = Slot(self._count)
+        register = Register(self._count)
         self._count += 1
         if node is not None:
-            self._numbers[node] = slot
-        return slot
+            self._numbers[node] = register
+        return register
 
-    def _lower(self, step: Region | Call | Fused, compiler: RegionCompiler) -> Step:
-        if isinstance(step, Fused):
+    def _lower(self, step: Region | Call | Fusion, compiler: RegionCompiler) -> Instruction:
+        if isinstance(step, Fusion):
             args = [_numbered(a, self._numbers) for a in step.args]
             targets = tuple((part, self._number(n)) for part, n in step.results)
-            return Step(step.function, args, targets, origin=step)
+            return Instruction(step.function, args, targets, origin=step)
         if isinstance(step, Region):
             args = [self._numbers[n] for n in step.inputs]
             targets = tuple((i, self._number(n)) for i, n in enumerate(step.outputs))
-            return Step(compiler.function(self.graph, step), args, targets, origin=step)
+            return Instruction(compiler.function(self.graph, step), args, targets, origin=step)
         op = step.op
         args = [_numbered(a, self._numbers) for a in arguments_of(step.node, op)]
         written = () if op.mutates and step.node.meta["val"] is None else step.results
         function = launcher(op, self.graph.device)
-        return Step(function, args, tuple((part, self._number(n)) for part, n in written), op, step)
+        return Instruction(function, args, tuple((part, self._number(n)) for part, n in written), op, step)
 
     def _lower_cut(self, call: Call) -> Cut:
         """Lower a cut. Rows are listed in the stage before, with room for all: nothing is launched after the read."""
@@ -262,40 +263,40 @@ class LoweredProgram:
         index, offsets = self._number(parts.get(0)), self._number(parts.get(1))
         op = OPS["list_kept"]
         function = launcher(op, self.graph.device)
-        return Cut(Step(function, [keep, cu_rows], ((0, index), (1, offsets)), op), index, offsets)
+        return Cut(Instruction(function, [keep, cu_rows], ((0, index), (1, offsets)), op), index, offsets)
 
     def _lower_stages(
-        self, steps: list[list[Step]], chunk_rows: int | None, graph_rows: int | None
+        self, instructions: list[list[Instruction]], chunk_rows: int | None, graph_rows: int | None
     ) -> tuple[LoweredStage, ...]:
-        weights = {slot for slot, value in enumerate(self._template) if value is not None}
-        caches = {slot for slot, spec in self._inputs.values() if spec.in_place}
-        given = {slot for slot, _ in self._inputs.values()} - caches
-        rowed = frozenset(slot for slot, spec in self._inputs.values() if spec.per == "row")
+        weights = {register for register, value in enumerate(self._template) if value is not None}
+        caches = {register for register, spec in self._inputs.values() if spec.in_place}
+        given = {register for register, _ in self._inputs.values()} - caches
+        rowed = frozenset(register for register, spec in self._inputs.values() if spec.per == "row")
         lowered: list[LoweredStage] = []
-        for i, (stage, mine, cut) in enumerate(zip(self.stages, steps, self._cuts, strict=True)):
-            later = {slot for part in steps[i + 1 :] for slot in read_by(part)}
-            later |= {slot for c in self._cuts[i + 1 :] if c is not None for slot in c.step.reads()}
+        for i, (stage, mine, cut) in enumerate(zip(self.stages, instructions, self._cuts, strict=True)):
+            later = {register for part in instructions[i + 1 :] for register in read_by(part)}
+            later |= {register for c in self._cuts[i + 1 :] if c is not None for register in c.instruction.reads()}
             outside = later.union(self._outputs.values(), (cut.index, cut.offsets) if cut else ())
             length = _bridge_length(stage)
             bridge, own = tuple(mine[:length]), mine[length:]
-            body: tuple[AnyStep, ...] = tuple(own)
+            body: tuple[AnyInstruction, ...] = tuple(own)
             if chunk_rows is not None:
-                read_outside = outside | (cut.step.reads() if cut else set())
+                read_outside = outside | (cut.instruction.reads() if cut else set())
                 body = in_chunks(self.graph, stage.steps[length:], own, self._numbers, read_outside, chunk_rows)
-            bounds = [graph_rows, chunk_rows if any(isinstance(step, RowChunks) for step in body) else None]
-            body += (cut.step,) if cut else ()
+            bounds = [graph_rows, chunk_rows if any(isinstance(each, RowChunks) for each in body) else None]
+            body += (cut.instruction,) if cut else ()
             everything = (*bridge, *body)
             written, read = written_by(everything), read_by(everything)
             inputs = read - written - weights
             # A gather takes values and the numbers of rows.
-            gathered = {slot for gather in bridge for slot in gather.args[0]}
+            gathered = {register for gather in bridge for register in gather.args[0]}
             numbers = {gather.args[1] for gather in bridge}
             before = self._cuts[i - 1] if i else None
             lowered.append(
                 LoweredStage(
                     name=stage.name,
                     bridge=bridge,
-                    steps=body,
+                    instructions=body,
                     inputs=tuple(sorted(inputs)),
                     rowed=frozenset() if before else rowed,
                     in_place=frozenset(inputs & caches),
@@ -311,20 +312,20 @@ class LoweredProgram:
         return tuple(lowered)
 
     def _place_frees(self) -> None:
-        """Free each slot after its last reader; weights, inputs, outputs and slots that the host reads stay."""
+        """Free each register after its last reader; weights, inputs, outputs and registers that the host reads stay."""
         keep = set(self._outputs.values()) | set(range(len(self._template)))
         for cut in self._cuts:
             keep.update((cut.index, cut.offsets) if cut else ())
-        last: dict[int, AnyStep] = {}
+        last: dict[int, AnyInstruction] = {}
         for stage in self.lowered:
-            for step in (*stage.bridge, *stage.steps):
-                last.update(dict.fromkeys(step.reads() | step.writes(), step))
-        frees: dict[AnyStep, list[int]] = {}
-        for slot, step in last.items():
-            if slot not in keep:
-                frees.setdefault(step, []).append(slot)
-        for step, freed in frees.items():
-            step.frees = tuple(freed)
+            for instruction in (*stage.bridge, *stage.instructions):
+                last.update(dict.fromkeys(instruction.reads() | instruction.writes(), instruction))
+        frees: dict[AnyInstruction, list[int]] = {}
+        for register, instruction in last.items():
+            if register not in keep:
+                frees.setdefault(instruction, []).append(register)
+        for instruction, freed in frees.items():
+            instruction.frees = tuple(freed)
 
 
 def _bridge_length(stage: Stage) -> int:
@@ -335,12 +336,12 @@ def _bridge_length(stage: Stage) -> int:
     return len(stage.steps)
 
 
-def _numbered(arg: Any, numbers: Mapping[Node, Slot]) -> Any:
+def _numbered(arg: Any, numbers: Mapping[Node, Register]) -> Any:
     if is_fused_operand(arg) and arg.target is OPS["dequantise_rows"].overload:
-        return RowSlots([_numbered(a, numbers) for a in args_of(arg)])
+        return RowRegisters([_numbered(a, numbers) for a in args_of(arg)])
     if is_fused_operand(arg):
         values, scales, zeros, block, _ = args_of(arg)
-        return StoredSlots([*(_numbered(a, numbers) for a in (values, scales, zeros)), tuple(block)])
+        return WeightRegisters([*(_numbered(a, numbers) for a in (values, scales, zeros)), tuple(block)])
     if isinstance(arg, Node):
         return numbers[arg]
     if isinstance(arg, (list, tuple)):

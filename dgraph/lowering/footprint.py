@@ -1,9 +1,9 @@
 """Predict the memory that a lowered program allocates while it runs, without running it.
 
-Its own steps run, in their order and with the executor's own frees, on fake tensors of the sizes that are asked for. So
-a change of schedule, of chunks or of a pass is a change here, too. An op of ours gives its fake results, and says how
-much it needs for itself beside them (`Op.workspace`). A region that runs op by op does so here. A compiled one is
-walked node by node. Operands and results of library products lie in memory, and so do the results of the region. All
+Its own instructions run, in their order and with the executor's own frees, on fake tensors of the sizes that are asked
+for. So a change of schedule, of chunks or of a pass is a change here, too. An op of ours gives its fake results, and
+says how much it needs for itself beside them (`Op.workspace`). A region that runs op by op does so here. A compiled one
+is walked node by node. Operands and results of library products lie in memory, and so do the results of the region. All
 other values are fused into their readers, and exist for one element at a time.
 """
 
@@ -22,9 +22,9 @@ from dgraph.families.quantised import QuantisedRows, QuantisedWeight
 from dgraph.ir.graph import Graph
 from dgraph.ir.layers import layers_of, linear_of
 from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.fused import Fused
+from dgraph.lowering.instructions import Instruction, instead, single
+from dgraph.lowering.peephole import Fusion
 from dgraph.lowering.schedule import Region
-from dgraph.lowering.steps import Step, instead, single
 from dgraph.ops import OPS, Op, op_of
 from dgraph.private.torch import StorageWatch, fake_mode
 from dgraph.types.nodes import args_of, is_view, op_name, viewed
@@ -66,7 +66,7 @@ class Footprint:
 def footprint(program: LoweredProgram, sizes: Mapping[str, int]) -> Footprint:
     """Predict the bytes that a run allocates.
 
-    The program must not run meanwhile, since its steps have other functions then.
+    The program must not run meanwhile, since its instructions have other functions then.
 
     Args:
         program: a lowered one.
@@ -80,8 +80,8 @@ def footprint(program: LoweredProgram, sizes: Mapping[str, int]) -> Footprint:
     run = _Run(graph, program.backend != "eager")
     with mode:
         inputs = {name: _empty(spec, sizes, graph.device) for name, spec in program.inputs.items()}
-    steps = list(single(step for stage in program.lowered for step in (*stage.bridge, *stage.steps)))
-    with instead(steps, run.function), mode, run.watch:
+    instructions = list(single(each for stage in program.lowered for each in (*stage.bridge, *stage.instructions)))
+    with instead(instructions, run.function), mode, run.watch:
         program.on_stand_ins(inputs, run.like, sizes["N"])
     return Footprint(run.watch.peak, {name: run.peaks[name] for name in GROUPS if name in run.peaks})
 
@@ -128,15 +128,15 @@ class _Run:
         size, stride = weight.shape, weight.stride()
         return self._quietly(torch.empty_strided, size, stride, dtype=weight.dtype, device=weight.device)
 
-    def function(self, step: Step) -> Callable[..., Any]:
-        """Stand-in for the function of a step."""
-        origin, function = step.origin, step.function
+    def function(self, instruction: Instruction) -> Callable[..., Any]:
+        """Stand-in for the function of an instruction."""
+        origin, function = instruction.origin, instruction.function
         if isinstance(origin, Region):
             walk = self._walked_fused if self.compiled else self._walked
             return lambda *args: walk(origin, args)
-        if isinstance(origin, Fused):
-            return lambda *args: self._taken_along(origin, function, args)
-        op, node = step.op, origin.node if origin is not None else None
+        if isinstance(origin, Fusion):
+            return lambda *args: self._of_fusion(origin, function, args)
+        op, node = instruction.op, origin.node if origin is not None else None
         assert op is not None
         return lambda *args: self._called(op, node, args)
 
@@ -148,7 +148,7 @@ class _Run:
             self.watch.rise(op.workspace(self.device, *args))
         return result
 
-    def _taken_along(self, fused: Fused, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    def _of_fusion(self, fused: Fusion, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run fused calls: values are computed where they are read, but for the attention before a rounding."""
         if op_of(fused.made.target) is None:  # in place
             self._enter(fused.made)

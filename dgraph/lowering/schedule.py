@@ -3,8 +3,8 @@
 Some ops are opaque to a compiler (attention over a paged cache, the selection of rows); all others act row by row and
 fuse. A *region* is everything that fuses between two opaque calls. In a transformer nearly all regions are alike:
 out-projection, residual, norm, feed-forward, residual, norm, qkv-projection, rotary embedding. With weights as inputs
-their texts are equal, so one is compiled and serves every layer, stage and bucket. On a GPU some calls take along ops
-that would else be a part of a region (`dgraph.lowering.fused`).
+their texts are equal, so one is compiled and serves every layer, stage and bucket. On a GPU some calls absorb ops
+that would else be a part of a region (`dgraph.lowering.peephole`).
 
 A node is placed as late as possible: in the region of its first reader. So a value lives no longer than it must. Values
 that a layer derives from shared tables (cos, sin) are derived inside that layer's region. An op that is declared to run
@@ -24,7 +24,7 @@ from torch.fx import Node
 from dgraph.errors import LoweringError
 from dgraph.ir.graph import Graph
 from dgraph.ir.quantised_operands import executing_op, inputs_of, is_fused_operand, readers_of
-from dgraph.lowering.fused import Fused, fused_of, results_of
+from dgraph.lowering.peephole import Fusion, fusions_of, results_of
 from dgraph.ops import Op, op_of
 from dgraph.types.nodes import args_of, where
 
@@ -76,7 +76,7 @@ class Stage:
     """
 
     name: str
-    steps: tuple[Region | Call | Fused, ...]
+    steps: tuple[Region | Call | Fusion, ...]
     rows: str
     cut: Call | None
 
@@ -86,7 +86,7 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
 
     Args:
         graph: a phase's.
-        fused: True if calls take others along (`dgraph.lowering.fused`); None: on a GPU.
+        fused: True if calls absorb others (`dgraph.lowering.peephole`); None: on a GPU.
         name: of the only stage of an uncut graph.
 
     Raises:
@@ -97,17 +97,17 @@ def schedule(graph: Graph, fused: bool | None = None, name: str = "step") -> tup
             f"{where(node)}: attention over a padded batch cannot be lowered; put PackRows in the recipe."
         )
     fuses = graph.device.type == "cuda" if fused is None else fused
-    units = _Units(graph, fused_of(graph) if fuses else {})
+    units = _Units(graph, fusions_of(graph) if fuses else {})
     levels = _levels(units)
-    slots = _slots(units, levels)
+    placed = _placed(units, levels)
     stages: list[Stage] = []
-    steps: list[Region | Call | Fused] = []
+    steps: list[Region | Call | Fusion] = []
     rows = "N"
     members: dict[int, list[Node]] = defaultdict(list)
     calls: dict[int, list[Node]] = defaultdict(list)
     for node in units.nodes:
-        if node in slots:
-            members[slots[node]].append(node)
+        if node in placed:
+            members[placed[node]].append(node)
         elif units.is_opaque(node):
             calls[levels[node]].append(node)
     for level in sorted(members.keys() | calls.keys()):
@@ -134,14 +134,14 @@ class _Units:
     """The calls of a graph as they are scheduled.
 
     Attributes:
-        fused: the calls that take another call along, by node.
-        nodes: in order, without those that are taken along.
+        fused: the calls that absorb others, by node.
+        nodes: in order, without those that are absorbed.
     """
 
-    def __init__(self, graph: Graph, fused: Mapping[Node, Fused]):
+    def __init__(self, graph: Graph, fused: Mapping[Node, Fusion]):
         self.graph, self.fused = graph, fused
-        self._within = {each: node for node, found in fused.items() for each in found.within}
-        self.nodes = [node for node in graph.calls if node not in self._within and not is_fused_operand(node)]
+        self._absorbed = {each: node for node, found in fused.items() for each in found.absorbed}
+        self.nodes = [node for node in graph.calls if node not in self._absorbed and not is_fused_operand(node)]
 
     def is_opaque(self, node: Node) -> bool:
         """True if nothing fuses with a node."""
@@ -156,8 +156,8 @@ class _Units:
         return self.fused[node].inputs if node in self.fused else inputs_of(node.all_input_nodes)
 
     def readers(self, node: Node) -> list[Node]:
-        """Nodes that read a node; a call that is taken along counts as the call that takes it."""
-        return [self._within.get(reader, reader) for reader in readers_of(node)]
+        """Nodes that read a node; an absorbed call counts as the call that absorbs it."""
+        return [self._absorbed.get(reader, reader) for reader in readers_of(node)]
 
 
 def _stage_names(count: int, only: str) -> Iterable[str]:
@@ -222,7 +222,7 @@ def _levels(units: _Units) -> dict[Node, int]:
     return levels
 
 
-def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
+def _placed(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
     """Level of the region of each node that is not opaque: that of its first reader.
 
     The level is never after a cut, nor after a later write of an input of the node. An op that runs ahead is on its own
@@ -230,20 +230,20 @@ def _slots(units: _Units, levels: dict[Node, int]) -> dict[Node, int]:
     """
     cuts = [n for n in units.nodes if _is_cut(n)]
     end = max(levels.values(), default=0) + 1
-    slots: dict[Node, int] = {}
+    placed: dict[Node, int] = {}
     later: dict[Node, int] = {}
     for node in reversed(units.nodes):
         if units.is_opaque(node):
             later.update(dict.fromkeys(_written_by(node), levels[node]))
         if units.is_opaque(node) or units.is_part(node):
             continue
-        at = min((slots.get(u, levels.get(u, end)) for u in units.readers(node)), default=end)
+        at = min((placed.get(u, levels.get(u, end)) for u in units.readers(node)), default=end)
         bounds = [levels[c] for c in cuts if node < c]
         bounds += [later[a] for a in node.all_input_nodes if a in later]
-        slots[node] = levels[node] if _runs_ahead(node) else min([at, *bounds])
+        placed[node] = levels[node] if _runs_ahead(node) else min([at, *bounds])
         if isinstance(node.meta["val"], (tuple, list)):  # only its parts leave a region
-            slots.update(dict.fromkeys(node.users, slots[node]))
-    return slots
+            placed.update(dict.fromkeys(node.users, placed[node]))
+    return placed
 
 
 def _region(members: list[Node]) -> Region:

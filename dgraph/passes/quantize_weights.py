@@ -37,9 +37,9 @@ class QuantizeWeights(Pass):
 
     Rows are rounded within the norm or the activation that makes them. Between the products of experts they are rounded
     within the gate. On a GPU they are rounded within the sum over the shares of an attention's keys
-    (`dgraph.lowering.fused`). A kernel reads the rows again if keys are not divided or a row is too wide for a program.
-    It also does so after a gated unit within its product (FuseGLU). There a program has some heads, or a tile, of a
-    row, and the scale is of the whole row. To round within the activation would leave gate and up in memory, which
+    (`dgraph.lowering.peephole`). A kernel reads the rows again if keys are not divided or a row is too wide for a
+    program. It also does so after a gated unit within its product (FuseGLU). There a program has some heads, or a tile,
+    of a row, and the scale is of the whole row. To round within the activation would leave gate and up in memory, which
     takes longer.
 
     It runs on a captured graph, before any other pass, so that all phases share the stored tensors. Ranks divide

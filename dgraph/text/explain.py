@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.fused import Fused
+from dgraph.lowering.peephole import Fusion
 from dgraph.lowering.regions import region_text
 from dgraph.lowering.schedule import Call, Region, Stage, schedule
 from dgraph.passes.base import Report
@@ -181,7 +181,7 @@ def _calls(stage: Stage) -> dict[str, int]:
     return dict(Counter(_call(step) for step in stage.steps if not isinstance(step, Region)))
 
 
-def _call(step: Call | Fused) -> str:
+def _call(step: Call | Fusion) -> str:
     if isinstance(step, Call):
         return op_name(step.node.target)
     return " + ".join(op_name(node.target) for node in step.nodes if not is_view(node))

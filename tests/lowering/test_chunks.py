@@ -15,8 +15,8 @@ from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
 from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.instructions import RowChunks
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.steps import RowChunks
 from dgraph.ops import OPS
 from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
 from dgraph.runtime.loop.session import BlockSession
@@ -38,7 +38,7 @@ def lower(graph: Graph, chunk_rows: int | None, backend: str = "eager", **option
 
 
 def chunks_of(program: LoweredProgram) -> list[RowChunks]:
-    return [step for stage in program.lowered for step in stage.steps if isinstance(step, RowChunks)]
+    return [step for stage in program.lowered for step in stage.instructions if isinstance(step, RowChunks)]
 
 
 def feed_forward() -> Graph:

@@ -15,9 +15,9 @@ from dgraph.errors import LoweringError
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.instructions import Registers
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.stage import Living, LoweredStage, Runner, cut_rows, live_rows, run_steps
-from dgraph.lowering.steps import Slots
+from dgraph.lowering.stage import Living, LoweredStage, Runner, cut_rows, live_rows, run_in_order
 from dgraph.ops import Op
 from dgraph.ops import padded as rows
 from dgraph.ops.attention import paged_attention
@@ -128,7 +128,7 @@ class Refused:
     def __init__(self, stage: LoweredStage):
         self.stage = stage
 
-    def __call__(self, slots: Slots) -> Callable[[int], None]:
+    def __call__(self, slots: Registers) -> Callable[[int], None]:
         raise AssertionError(f"stage {self.stage.name} ran by its own runner")
 
 
@@ -301,9 +301,9 @@ class Watch:
     def __call__(self, stage: LoweredStage) -> Runner:
         self.stages.append(stage)
 
-        def run(slots: Slots, rows: int) -> Living:
+        def run(slots: Registers, rows: int) -> Living:
             cut_rows(slots, () if stage.index is None else (stage.index,), rows)
-            for step in (*stage.bridge, *stage.steps):
+            for step in (*stage.bridge, *stage.instructions):
                 assert all(slots[s] is not None for s in step.reads()), "a value was freed too early"
                 step.run(slots)
                 self.alive.append({i for i, v in enumerate(slots) if v is not None})
@@ -318,7 +318,7 @@ def test_a_slot_is_freed_after_its_last_reader(request: pytest.FixtureRequest, s
     watch = Watch()
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets(), runner=watch)
     program(step.copy().inputs, ROWS)
-    steps = [s for stage in watch.stages for s in (*stage.bridge, *stage.steps)]
+    steps = [s for stage in watch.stages for s in (*stage.bridge, *stage.instructions)]
     given = {i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     results = set(program._outputs.values())
     cuts = {slot for cut in program._cuts if cut is not None for slot in (cut.index, cut.offsets)}
@@ -339,7 +339,7 @@ def test_what_a_lowered_stage_reads_and_gives(focus: dict[str, Graph], step: Sce
     assert len(suffix.bridge) == 1, "the gather"
     (gather,) = suffix.bridge
     (cut,) = [cut for cut in program._cuts if cut is not None]
-    assert prefix.steps[-1] is cut.step, "rows are listed before the read"
+    assert prefix.instructions[-1] is cut.instruction, "rows are listed before the read"
     assert (prefix.index, suffix.index) == (None, cut.index)
     assert suffix.sources == set(gather.args[0])
     assert prefix.sources == set()
@@ -355,8 +355,8 @@ def test_what_a_lowered_stage_reads_and_gives(focus: dict[str, Graph], step: Sce
     assert (prefix.last, suffix.last) == (False, True)
     assert (prefix.live, suffix.live) == (cut.offsets, None)
     for stage in program.lowered:
-        written = {s for x in (*stage.bridge, *stage.steps) for s in x.writes()}
-        read = {s for x in (*stage.bridge, *stage.steps) for s in x.reads()}
+        written = {s for x in (*stage.bridge, *stage.instructions) for s in x.writes()}
+        read = {s for x in (*stage.bridge, *stage.instructions) for s in x.reads()}
         assert set(stage.outputs) <= written
         assert set(stage.inputs) <= read - written
         assert stage.in_place <= set(stage.inputs)
@@ -383,5 +383,5 @@ def test_a_program_of_no_calls() -> None:
     program = lower(hand.returns(y=x))
     given = torch.randn(3, 4)
     assert torch.equal(program({"x": given}, 3).outputs["y"], given)
-    assert run_steps(program.lowered[0]) is not None
+    assert run_in_order(program.lowered[0]) is not None
     assert program({"x": given}, 3).rows == (3,)

@@ -15,9 +15,9 @@ from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import GROUPS, HEAD, footprint, groups_of
-from dgraph.lowering.fused import Fused
+from dgraph.lowering.instructions import single
+from dgraph.lowering.peephole import Fusion
 from dgraph.lowering.schedule import Call, Region
-from dgraph.lowering.steps import single
 from dgraph.ops import OPS
 from dgraph.ops.statistics import ENTROPY, declare
 from dgraph.private.torch import StorageWatch, fake_mode
@@ -158,7 +158,7 @@ def test_what_calls_take_along_takes_no_memory(dense: Optimized) -> None:
     """Sums of the stream are added up in its own buffer, and queries are rotated where they are read."""
     graph = dense.graph("step")
     made = LoweredProgram(graph, dense.compiler, Buckets(), fused=True)
-    assert {type(step.origin) for step in single(made.lowered[0].steps)} == {Fused, Call, Region}
+    assert {type(step.origin) for step in single(made.lowered[0].instructions)} == {Fusion, Call, Region}
     step = DummyStep(N, BLOCK, 64, dense.page_size)
     fused, apart = (footprint(program, step.sizes) for program in (made, dense.programs["step"]))
     assert fused.groups["feed-forward"] == apart.groups["feed-forward"] - 4 * N * 64

@@ -21,7 +21,7 @@ from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.footprint import footprint
-from dgraph.lowering.fused import Attend, Fused, attentions_of
+from dgraph.lowering.peephole import Attend, Fusion, attentions_of
 from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.ops import OPS
 from dgraph.ops.registry import Op
@@ -70,7 +70,7 @@ def test_layers_whose_attention_rounds(
     graph = phases_on_gpu(model(family, kind).optimized(recipe, **options))["step"]
     assert graph.find(op)
     steps = [step for stage in schedule(graph, fused=True) for step in stage.steps]
-    found = [step for step in steps if isinstance(step, Fused) and isinstance(step.function, Attend)]
+    found = [step for step in steps if isinstance(step, Fusion) and isinstance(step.function, Attend)]
     assert [step.made.meta["layer"] for step in found] == layers
     assert all(step.function == Attend(OPS[op], rotated, kind) for step in found)
     left = [node for step in steps if isinstance(step, Region) for node in step.nodes]

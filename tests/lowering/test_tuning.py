@@ -21,7 +21,7 @@ from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.stage import run_steps
+from dgraph.lowering.stage import run_in_order
 from dgraph.lowering.timing import check_equal
 from dgraph.lowering.tuning import FILE, MARGIN, Tuning, shapes_of
 from dgraph.ops import OPS
@@ -312,7 +312,7 @@ def test_kernels_of_a_program_find_its_choices(store: Store, focus: dict[str, Gr
         def run(slots: Any, rows: int) -> Any:
             with stage.tuned():
                 seen.extend(chosen(op, shape) for op, shape in tuning.timed)
-            return run_steps(stage)(slots)(rows)
+            return run_in_order(stage)(slots)(rows)
 
         return lambda slots: partial(run, slots)
 

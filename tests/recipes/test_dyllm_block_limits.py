@@ -13,7 +13,7 @@ from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.stage import LoweredStage, Runner, run_steps
+from dgraph.lowering.stage import LoweredStage, Runner, run_in_order
 from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
@@ -133,7 +133,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(family: str, rule: dict[str,
 def session_of(pool: GraphPool | None, block_cache: str = "off", stages: bool = True) -> BlockSession:
     setup = setup_of("sdar")
     recipe = build(RECIPES, "dyllm", setup.model.spec, {"tau": 0.8, "full_steps": 2, "block_cache": block_cache})
-    runner: Callable[[LoweredStage], Runner] = pool.runner if pool is not None and stages else run_steps
+    runner: Callable[[LoweredStage], Runner] = pool.runner if pool is not None and stages else run_in_order
     programs = {
         name: LoweredProgram(phase.graph, RegionCompiler("eager"), Buckets.of("hybrid"), runner, name=name)
         for name, phase in dgraph.rewrite(setup.graph, recipe).items()

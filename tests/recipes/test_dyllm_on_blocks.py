@@ -10,7 +10,7 @@ import torch
 
 import dgraph
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram, run_steps
+from dgraph.lowering.executor import LoweredProgram, run_in_order
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.loop.session import BlockSession
@@ -89,7 +89,7 @@ def test_salient_rows_and_every_cache(family: str, case: str, block_cache: str, 
     recipe = build(RECIPES, "dyllm", setup.model.spec, {**options, "block_cache": block_cache, "recommit": recommit})
     graphs = {name: phase.graph for name, phase in dgraph.rewrite(setup.graph, recipe).items()}
     step = Watched(graphs["step"])
-    prefill = LoweredProgram(graphs["prefill"], RegionCompiler("eager"), Buckets.of(None), run_steps)
+    prefill = LoweredProgram(graphs["prefill"], RegionCompiler("eager"), Buckets.of(None), run_in_order)
     session = BlockSession(
         setup.model.spec, {"prefill": prefill, "step": step}, block_cache=block_cache, recommit=recommit,  # type: ignore[arg-type]
         plan=recipe.plan, page_size=4,

@@ -11,7 +11,7 @@ import torch
 from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram, run_steps
+from dgraph.lowering.executor import LoweredProgram, run_in_order
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.kv.packed import PackedKV
@@ -84,7 +84,7 @@ def test_a_captured_step_gives_what_a_plain_one_gives(family: str, case: str) ->
     def session(pool: GraphPool | None) -> BlockSession:
         programs = {}
         for phase, found in run.phases.items():
-            runner = run_steps if pool is None else pool.runner
+            runner = run_in_order if pool is None else pool.runner
             buckets = Buckets.of("hybrid")
             programs[phase] = LoweredProgram(found.graph, RegionCompiler("eager"), buckets, runner, name=phase)
         return BlockSession(

@@ -17,9 +17,9 @@ import dgraph
 from dgraph.errors import DgraphWarning, InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
+from dgraph.lowering.instructions import Instruction, Register, Registers
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.stage import LoweredStage, Runner, run_steps
-from dgraph.lowering.steps import Slot, Slots, Step
+from dgraph.lowering.stage import LoweredStage, Runner, run_in_order
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime.graphs.pool import IDLE, GraphPool
 from dgraph.runtime.loop.session import BlockSession
@@ -59,7 +59,7 @@ def test_replayed_stages_give_what_plain_steps_give(phases: tuple[dgraph.Model, 
         return recorders[-1]
 
     pool = GraphPool(recorder=capture)
-    plain, graphed = generate(phases, run_steps), generate(phases, pool.runner, calls=2)
+    plain, graphed = generate(phases, run_in_order), generate(phases, pool.runner, calls=2)
     assert graphed.token_ids == plain.token_ids
     assert all(torch.equal(*pair) for pair in kv_pairs(graphed, plain))
     assert {name for name, _ in pool.recorded} == {"step", "prefix", "suffix"}
@@ -87,7 +87,7 @@ def test_a_full_pool_runs_further_buckets_step_by_step_and_says_so(
     with pytest.warns(DgraphWarning, match="1 CUDA graphs are in use.* on .* rows runs op by op") as seen:
         result = generate(phases, pool.runner)
     assert len(seen) == 1, "once, not in every step"
-    assert result.token_ids == generate(phases, run_steps).token_ids
+    assert result.token_ids == generate(phases, run_in_order).token_ids
     assert len(pool.recorded) == 1
     assert len(pool.refused) == len(set(pool.refused)) > 1
     assert all("limit of 1" in reason for _, _, reason in pool.refused)
@@ -98,7 +98,7 @@ def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, tor
     stage = LoweredStage(
         name=name,
         bridge=(),
-        steps=(Step(torch.Tensor.add_, [Slot(0), Slot(1)], ()),),
+        instructions=(Instruction(torch.Tensor.add_, [Register(0), Register(1)], ()),),
         inputs=(0, 1),
         rowed=frozenset({1}),
         in_place=frozenset({0}),
@@ -110,7 +110,7 @@ def stage_of(pool: GraphPool, name: str = "step") -> Callable[[torch.Tensor, tor
         graph_rows=None,
     )
     run = pool.runner(stage)
-    return lambda cache, x: run(Slots([cache, x]))(len(x))
+    return lambda cache, x: run(Registers([cache, x]))(len(x))
 
 
 def test_graphs_of_caches_that_have_grown_are_let_go() -> None:
@@ -188,7 +188,7 @@ def test_a_bucket_that_does_not_fit_runs_step_by_step(
         raise torch.OutOfMemoryError("no memory for this bucket\nand more")
 
     pool = GraphPool(recorder=capture)
-    assert generate(phases, pool.runner).token_ids == generate(phases, run_steps).token_ids
+    assert generate(phases, pool.runner).token_ids == generate(phases, run_in_order).token_ids
     assert not pool.recorded
     assert {reason for _, _, reason in pool.refused} == {"no memory for this bucket"}
 

@@ -16,7 +16,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
-from dgraph.lowering.stage import LoweredStage, Runner, run_steps
+from dgraph.lowering.stage import LoweredStage, Runner, run_in_order
 from dgraph.ops import OPS
 from dgraph.ops.draws import cu_rows_of
 from dgraph.runtime.graphs.pinned import Mapped
@@ -158,7 +158,7 @@ def test_nothing_but_a_replay_follows_the_number_of_rows(graph: Graph) -> None:
 
 
 def test_what_was_bound_before_something_else_gives_its_own(graph: Graph) -> None:
-    program, plain = lower(graph, GraphPool(recorder=Recorder).runner), lower(graph, run_steps)
+    program, plain = lower(graph, GraphPool(recorder=Recorder).runner), lower(graph, run_in_order)
     for seed in range(3):
         first, second = inputs(graph, (30, 25), 4, seed), inputs(graph, (9, 12), 5, 10 + seed)
         longer = {name: torch.cat([value, value]) if len(value) == 21 else value for name, value in second.items()}
@@ -176,7 +176,7 @@ def test_what_was_bound_before_something_else_gives_its_own(graph: Graph) -> Non
 
 def test_buckets_of_the_stage_before_share_a_graph_and_leak_nothing(graph: Graph) -> None:
     pool = GraphPool(recorder=Recorder)
-    program, plain = lower(graph, pool.runner), lower(graph, run_steps)
+    program, plain = lower(graph, pool.runner), lower(graph, run_in_order)
     large = inputs(graph, (30, 30), 3, 0)
     large["x"][3:] = torch.nan
     large["keep"] |= torch.arange(60) == 59
@@ -195,7 +195,7 @@ def test_buckets_of_the_stage_before_share_a_graph_and_leak_nothing(graph: Graph
 
 def test_a_graph_is_not_replayed_with_a_buffer_that_was_outgrown(graph: Graph) -> None:
     pool = GraphPool(recorder=Recorder)
-    program, plain = lower(graph, pool.runner), lower(graph, run_steps)
+    program, plain = lower(graph, pool.runner), lower(graph, run_in_order)
     sizes = [(3, 4), (8, 7), (3, 4), (30, 20), (8, 7), (3, 5), (30, 20), (16, 16)]
     for _ in range(2):
         for seed, counts in enumerate(sizes):
@@ -210,7 +210,7 @@ def test_a_graph_is_not_replayed_with_a_buffer_that_was_outgrown(graph: Graph) -
 def test_buffers_are_outgrown_a_few_times_at_most(graph: Graph) -> None:
     pool = GraphPool(recorder=Recorder)
     sizes = range(4, 68, 4)
-    program, plain = (lower(graph, runner, buckets=list(sizes)) for runner in (pool.runner, run_steps))
+    program, plain = (lower(graph, runner, buckets=list(sizes)) for runner in (pool.runner, run_in_order))
     for rows in sizes:
         check(program, plain, inputs(graph, (rows,), 3, rows))
     assert pool.recorded.count(("suffix", 4)) == 5, "buffers of 4, 8, 16, 32 and 64 rows"
@@ -219,7 +219,7 @@ def test_buffers_are_outgrown_a_few_times_at_most(graph: Graph) -> None:
 
 def test_another_number_of_sequences_is_another_graph(graph: Graph) -> None:
     pool = GraphPool(recorder=Recorder)
-    program, plain = lower(graph, pool.runner), lower(graph, run_steps)
+    program, plain = lower(graph, pool.runner), lower(graph, run_in_order)
     for seed, counts in enumerate([(5, 6, 4), (9, 6), (3, 4, 7), (8, 8), (2, 2, 2, 2, 2)]):
         check(program, plain, inputs(graph, counts, 1, seed))
 
@@ -238,7 +238,7 @@ def test_a_stage_that_does_not_fit_leaves_the_others_captured(graph: Graph, refu
         return Recorder(function)
 
     pool = GraphPool(recorder=capture)
-    program, plain = lower(graph, pool.runner), lower(graph, run_steps)
+    program, plain = lower(graph, pool.runner), lower(graph, run_in_order)
     for seed in range(3):
         for counts in ((9, 12), (20, 30)):
             check(program, plain, inputs(graph, counts, 3, seed))
@@ -250,7 +250,7 @@ def test_a_stage_that_does_not_fit_leaves_the_others_captured(graph: Graph, refu
 @pytest.mark.parametrize("limit", range(5))
 def test_a_full_pool(graph: Graph, limit: int) -> None:
     pool = GraphPool(limit=limit, recorder=Recorder)
-    program, plain = lower(graph, pool.runner), lower(graph, run_steps)
+    program, plain = lower(graph, pool.runner), lower(graph, run_in_order)
     for seed in range(3):
         for counts in ((9, 12), (20, 30)):
             check(program, plain, inputs(graph, counts, 3, seed))
@@ -277,7 +277,7 @@ def test_a_generation_of_a_trained_model() -> None:
         return found
 
     pool = GraphPool(recorder=Recorder)
-    graphed, plain = generate(pool.runner, 2), generate(run_steps)
+    graphed, plain = generate(pool.runner, 2), generate(run_in_order)
     assert graphed.token_ids == plain.token_ids
     assert graphed.stats.rows == plain.stats.rows
     assert graphed.stats.kept_rows == plain.stats.kept_rows

@@ -14,7 +14,7 @@ import dgraph
 from dgraph.errors import DgraphError
 from dgraph.families import families
 from dgraph.lowering.buckets import Buckets
-from dgraph.lowering.executor import LoweredProgram, run_steps
+from dgraph.lowering.executor import LoweredProgram, run_in_order
 from dgraph.lowering.program import ProgramResult
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.plans.block_cache import BlockCache
@@ -56,7 +56,7 @@ def session(setup: Setup | Modes, recipe: str, pool: GraphPool | None, block_cac
     chosen = build(RECIPES, recipe, setup.model.spec, {})
     compiler, buckets = RegionCompiler("eager"), Buckets.of("hybrid")
     graphs = {name: phase.graph for name, phase in dgraph.rewrite(setup.graph, chosen).items()}
-    runner = run_steps if pool is None else pool.runner
+    runner = run_in_order if pool is None else pool.runner
     programs = {name: LoweredProgram(graph, compiler, buckets, runner) for name, graph in graphs.items()}
     return BlockSession(setup.model.spec, programs, plan=chosen.plan, pool=pool, block_cache=block_cache)
 

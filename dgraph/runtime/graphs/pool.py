@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import warn
-from dgraph.lowering.stage import Launch, Living, LoweredStage, Runner, cut_rows, live_rows, run_steps
-from dgraph.lowering.steps import AnyStep, Slots, read_by, written_by
+from dgraph.lowering.instructions import AnyInstruction, Registers, read_by, written_by
+from dgraph.lowering.stage import Launch, Living, LoweredStage, Runner, cut_rows, live_rows, run_in_order
 from dgraph.ops import counters
 from dgraph.private.torch import copy_all
 from dgraph.runtime.graphs.pinned import Mapped
@@ -68,9 +68,9 @@ class _Recorded:
 
     Attributes:
         graph: the recorded CUDA graph.
-        copied: inputs that are copied before a replay, by slot: the first rows of their buffers.
-        outputs: outputs by slot: the first rows of their buffers.
-        buffers: whole buffers of all inputs and outputs that do not lie in place, by slot.
+        copied: inputs that are copied before a replay, by register: the first rows of their buffers.
+        outputs: outputs by register: the first rows of their buffers.
+        buffers: whole buffers of all inputs and outputs that do not lie in place, by register.
         version: version of the buffers after recording.
         ran: True if recording also ran it.
         held: its entry in the pool.
@@ -236,7 +236,7 @@ class GraphPool:
 
 
 class _Buffers:
-    """One buffer per slot, of which a bucket uses the first rows.
+    """One buffer per register, of which a bucket uses the first rows.
 
     Attributes:
         version: increases whenever a buffer is made.
@@ -246,24 +246,24 @@ class _Buffers:
         self._pool, self._spare, self.version = pool, spare, 0
         self._held: dict[int, Tensor] = {}
 
-    def like(self, slot: int, value: Tensor, rows: int = 0) -> Tensor:
+    def like(self, register: int, value: Tensor, rows: int = 0) -> Tensor:
         """A buffer with room for the value, and for at least `rows` rows.
 
         One that is too small is replaced; earlier graphs keep theirs. If later stages read it (`spare`), the new one
         has at least twice the rows, since their graphs are recorded again with it.
         """
-        found = self.known(slot, value, rows)
+        found = self.known(register, value, rows)
         if found is None:
-            held = self._held.get(slot)
+            held = self._held.get(register)
             rows = max(rows, len(value), 2 * len(held) if held is not None and self._spare else 0)
-            found = self._held[slot] = value.new_empty((rows, *value.shape[1:]))
+            found = self._held[register] = value.new_empty((rows, *value.shape[1:]))
             self.version += 1
             self._pool.bytes += found.numel() * found.element_size()
         return found
 
-    def known(self, slot: int, value: Tensor, rows: int = 0) -> Tensor | None:
+    def known(self, register: int, value: Tensor, rows: int = 0) -> Tensor | None:
         """The existing buffer if it has room for the value, and for `rows` rows; else None."""
-        held = self._held.get(slot)
+        held = self._held.get(register)
         fits = held is not None and held.shape[1:] == value.shape[1:] and len(held) >= max(rows, len(value))
         return held if fits else None
 
@@ -273,7 +273,7 @@ class _Sent:
     """Inputs that were copied into buffers before the bucket was known.
 
     Attributes:
-        buffers: whole buffers, by slot.
+        buffers: whole buffers, by register.
         rows: fewest rows of any input with a row dimension; None if nothing was sent.
         version: version of the buffers if all inputs were sent, else None.
     """
@@ -286,7 +286,7 @@ class _Sent:
 _Graphs = dict[int, _Recorded | None]
 """Graphs by bucket; None for a bucket that could not be recorded."""
 _Known = tuple[tuple[Place, ...], _Graphs | None, _Graphs | None]
-"""Places of the caches that the steps read; graphs with the bridge; graphs without."""
+"""Places of the caches that the instructions read; graphs with the bridge; graphs without."""
 
 
 class _GraphStage:
@@ -294,14 +294,14 @@ class _GraphStage:
 
     def __init__(self, stage: LoweredStage, pool: GraphPool):
         self.stage, self.pool = stage, pool
-        self._plain = run_steps(stage)
-        self._everything: tuple[AnyStep, ...] = (*stage.bridge, *stage.steps)
-        # Inputs of the steps if the bridge runs before their graph: those in place, and the rest.
-        known = {*stage.inputs, *written_by(stage.bridge)} & read_by(stage.steps)
+        self._plain = run_in_order(stage)
+        self._everything: tuple[AnyInstruction, ...] = (*stage.bridge, *stage.instructions)
+        # Inputs of the instructions if the bridge runs before their graph: those in place, and the rest.
+        known = {*stage.inputs, *written_by(stage.bridge)} & read_by(stage.instructions)
         read = (*sorted(known), *stage.ahead)
         self._placed, self._given = ([s for s in read if (s in stage.in_place) is there] for there in (True, False))
-        self._whole = [slot for slot in self._given if slot not in stage.rowed]
-        self._rowed = [slot for slot in self._given if slot in stage.rowed]
+        self._whole = [register for register in self._given if register not in stage.rowed]
+        self._rowed = [register for register in self._given if register in stage.rowed]
         self._unread = stage.rowed.difference(self._given)
         self._alone: dict[Hashable, _Graphs] = {}
         self._bridged: dict[Hashable, _Graphs] = {}
@@ -311,62 +311,65 @@ class _GraphStage:
         self._sent = _Sent()
         self._warm = False
 
-    def __call__(self, slots: Slots) -> Launch:
-        """Make the function that runs the stage on a bucket; a bucket without a graph runs step by step.
+    def __call__(self, registers: Registers) -> Launch:
+        """Make the function that runs the stage on a bucket; a bucket without a graph runs instruction by instruction.
 
         A bucket has no graph if it cannot be recorded, or has too many rows. The device waits while the function runs,
         so all that does not depend on the bucket is found here.
         """
-        places = tuple(place_of(slots[slot]) for slot in self._placed)
-        bridged = self._graphs_of_bridge(slots)
-        alone = None if self.stage.bridge else self._graphs_alone(slots, places)
-        sent = self._send_ahead(slots)
-        return partial(self._launch, slots, bridged or alone or {}, sent, (places, bridged, alone))
+        places = tuple(place_of(registers[register]) for register in self._placed)
+        bridged = self._graphs_of_bridge(registers)
+        alone = None if self.stage.bridge else self._graphs_alone(registers, places)
+        sent = self._send_ahead(registers)
+        return partial(self._launch, registers, bridged or alone or {}, sent, (places, bridged, alone))
 
-    def _launch(self, slots: Slots, graphs: _Graphs, sent: _Sent, known: _Known, rows: int) -> Living:
+    def _launch(self, registers: Registers, graphs: _Graphs, sent: _Sent, known: _Known, rows: int) -> Living:
         """Replay the graph at once if there is one and nothing to send, since the device waits; else see `_run`."""
         found = graphs.get(rows)
         if found is None or self.pool.preparing:
-            return self._run(slots, known, sent, rows)
+            return self._run(registers, known, sent, rows)
         if found.copied and (sent is not self._sent or sent.version != found.version or rows > (sent.rows or 0)):
-            return self._run(slots, known, sent, rows)
+            return self._run(registers, known, sent, rows)
         found.graph.replay()
-        return self._replayed(found, slots, rows)
+        return self._replayed(found, registers, rows)
 
-    def _send_ahead(self, slots: Slots) -> _Sent:
+    def _send_ahead(self, registers: Registers) -> _Sent:
         """Copy the inputs of a first stage, whole, into the existing buffers."""
         self._sent = _Sent()
         if self.stage.rowed:
-            known = ((slot, self._buffers.known(slot, slots[slot])) for slot in self._given)
-            sent = {slot: buffer for slot, buffer in known if buffer is not None}
-            copy_all([sent[slot][: len(slots[slot])] for slot in sent], [slots[slot] for slot in sent])
-            rows = min((len(slots[slot]) for slot in self._rowed), default=None)
+            known = ((register, self._buffers.known(register, registers[register])) for register in self._given)
+            sent = {register: buffer for register, buffer in known if buffer is not None}
+            values = [registers[register] for register in sent]
+            copy_all([buffer[: len(value)] for buffer, value in zip(sent.values(), values, strict=True)], values)
+            rows = min((len(registers[register]) for register in self._rowed), default=None)
             self._sent = _Sent(sent, rows, self._buffers.version if len(sent) == len(self._given) else None)
         return self._sent
 
     def _send(
-        self, copied: Mapping[int, Tensor], buffers: Mapping[int, Tensor], slots: Slots, rows: int, sent: _Sent
+        self, copied: Mapping[int, Tensor], buffers: Mapping[int, Tensor], registers: Registers, rows: int, sent: _Sent
     ) -> None:
         """Copy inputs into a bucket's part of the buffers, unless they were sent ahead into these.
 
         Rows of the bucket beyond those of an input are zeroed.
         """
-        missing = [slot for slot in copied if buffers[slot] is not sent.buffers.get(slot)]
+        missing = [register for register in copied if buffers[register] is not sent.buffers.get(register)]
         if missing:
-            counts = [min(len(copied[slot]), len(slots[slot])) for slot in missing]
-            pairs = [(copied[slot][:n], slots[slot][:n]) for slot, n in zip(missing, counts, strict=True)]
+            counts = [min(len(copied[register]), len(registers[register])) for register in missing]
+            pairs = [
+                (copied[register][:n], registers[register][:n]) for register, n in zip(missing, counts, strict=True)
+            ]
             copy_all([target for target, _ in pairs], [source for _, source in pairs])
         if sent.rows is None or rows > sent.rows:
-            for slot in self._rowed:
-                if slot in copied and len(slots[slot]) < rows:
-                    copied[slot][len(slots[slot]) :].zero_()
+            for register in self._rowed:
+                if register in copied and len(registers[register]) < rows:
+                    copied[register][len(registers[register]) :].zero_()
 
-    def _graphs_alone(self, slots: Slots, places: tuple[Place, ...]) -> _Graphs:
-        """Graphs by bucket of the steps without the bridge, for caches in these places and inputs of these shapes."""
-        return self._alone.setdefault((*places, *(slots[slot].shape for slot in self._whole)), {})
+    def _graphs_alone(self, registers: Registers, places: tuple[Place, ...]) -> _Graphs:
+        """Graphs by bucket without the bridge, for caches in these places and inputs of these shapes."""
+        return self._alone.setdefault((*places, *(registers[register].shape for register in self._whole)), {})
 
-    def _graphs_of_bridge(self, slots: Slots) -> _Graphs | None:
-        """Graphs by bucket of bridge and steps, which read the buffers of the stages before.
+    def _graphs_of_bridge(self, registers: Registers) -> _Graphs | None:
+        """Graphs by bucket with the bridge, which read the buffers of the stages before.
 
         None without a bridge, or if an input lies outside of these buffers.
         """
@@ -374,92 +377,96 @@ class _GraphStage:
         if not stage.bridge:
             return None
         key: list[Hashable] = []
-        for slot in stage.inputs:
-            if slot in stage.in_place:
-                key.append(place_of(slots[slot]))
+        for register in stage.inputs:
+            if register in stage.in_place:
+                key.append(place_of(registers[register]))
                 continue
-            buffer = slots.fixed.get(slot)
+            buffer = registers.fixed.get(register)
             if buffer is None:
                 return None
             key.append(buffer.data_ptr())
-            if slot not in stage.sources and slot != stage.index:
-                key.append(slots[slot].shape)
+            if register not in stage.sources and register != stage.index:
+                key.append(registers[register].shape)
         return self._bridged.setdefault(tuple(key), {})
 
-    def _run(self, slots: Slots, known: _Known, sent: _Sent, rows: int) -> Living:
+    def _run(self, registers: Registers, known: _Known, sent: _Sent, rows: int) -> Living:
         places, bridged, alone = known
         if sent is not self._sent:
             sent = _Sent()  # the buffers have been overwritten since
         stage = self.stage
         if stage.graph_rows is not None and rows > stage.graph_rows:
             self.pool.refuse(stage.name, rows, f"more than {stage.graph_rows} rows")
-            return self._plain(slots)(rows)
+            return self._plain(registers)(rows)
         if bridged is not None:
-            return self._replay(bridged, slots, rows, True, sent)
-        cut_rows(slots, self._index, rows)
+            return self._replay(bridged, registers, rows, True, sent)
+        cut_rows(registers, self._index, rows)
         with stage.tuned():
             for gather in stage.bridge:
-                gather.run(slots)
-        return self._replay(self._graphs_alone(slots, places) if alone is None else alone, slots, rows, False, sent)
+                gather.run(registers)
+        return self._replay(
+            self._graphs_alone(registers, places) if alone is None else alone, registers, rows, False, sent
+        )
 
-    def _replay(self, graphs: _Graphs, slots: Slots, rows: int, bridged: bool, sent: _Sent) -> Living:
+    def _replay(self, graphs: _Graphs, registers: Registers, rows: int, bridged: bool, sent: _Sent) -> Living:
         """Run a graph, with or without the bridge; record it first if it does not exist."""
         found = graphs.get(rows)
         fresh = found is None and rows not in graphs
         if fresh and self.pool.has_room(self.stage.name, rows):
-            found = graphs[rows] = self._record(slots, rows, bridged, partial(graphs.pop, rows))
+            found = graphs[rows] = self._record(registers, rows, bridged, partial(graphs.pop, rows))
         if found is None:
-            cut_rows(slots, (*self.stage.rowed, *self._index), rows)
+            cut_rows(registers, (*self.stage.rowed, *self._index), rows)
             with self.stage.tuned():
-                for step in self._everything if bridged else self.stage.steps:
-                    step.run(slots)
-            return partial(live_rows, slots, self.stage)
+                for instruction in self._everything if bridged else self.stage.instructions:
+                    instruction.run(registers)
+            return partial(live_rows, registers, self.stage)
         # A step that compares rows with their cached values must not run twice: it would compare them with themselves.
         if not (self.pool.preparing and self.stage.last) and not (fresh and found.ran):
-            self._send(found.copied, found.buffers, slots, rows, sent)
+            self._send(found.copied, found.buffers, registers, rows, sent)
             found.graph.replay()
-        return self._replayed(found, slots, rows)
+        return self._replayed(found, registers, rows)
 
-    def _replayed(self, found: _Recorded, slots: Slots, rows: int) -> Living:
-        """Update the slots after a graph has been launched; return the function that reads how many rows live on."""
+    def _replayed(self, found: _Recorded, registers: Registers, rows: int) -> Living:
+        """Update registers after a graph has been launched; return the function that reads how many rows live on."""
         self.pool.use(found.held)
         for values in (found.copied, found.outputs):
-            for slot, value in values.items():
-                slots[slot] = value
-        cut_rows(slots, (*self._unread, *self._index), rows)
-        slots.fixed.update(found.buffers)
+            for register, value in values.items():
+                registers[register] = value
+        cut_rows(registers, (*self._unread, *self._index), rows)
+        registers.fixed.update(found.buffers)
         return self._living
 
     def _living(self) -> int:
         """Number of rows that live on after the last replayed graph."""
         return int(self._live.read()[0]) if self._live is not None else 0
 
-    def _record(self, slots: Slots, rows: int, bridged: bool, forget: Callable[[], object]) -> _Recorded | None:
+    def _record(self, registers: Registers, rows: int, bridged: bool, forget: Callable[[], object]) -> _Recorded | None:
         stage = self.stage
-        steps = self._everything if bridged else stage.steps
-        written = written_by(steps)
-        cut_rows(slots, self._index, rows)
-        given = list(slots)
+        instructions = self._everything if bridged else stage.instructions
+        written = written_by(instructions)
+        cut_rows(registers, self._index, rows)
+        given = list(registers)
         copied: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         buffers: dict[int, Tensor] = {}
         try:
             if bridged:
-                buffers = {slot: slots.fixed[slot] for slot in stage.inputs if slot not in stage.in_place}
-                for slot in stage.sources - stage.in_place:
-                    given[slot] = buffers[slot]
+                buffers = {
+                    register: registers.fixed[register] for register in stage.inputs if register not in stage.in_place
+                }
+                for register in stage.sources - stage.in_place:
+                    given[register] = buffers[register]
             else:
-                for slot in self._given:
-                    count = rows if slot in stage.rowed else len(slots[slot])
-                    buffers[slot] = self._buffers.like(slot, slots[slot], count)
-                    given[slot] = copied[slot] = buffers[slot][:count]
-                self._send(copied, buffers, slots, rows, _Sent())
+                for register in self._given:
+                    count = rows if register in stage.rowed else len(registers[register])
+                    buffers[register] = self._buffers.like(register, registers[register], count)
+                    given[register] = copied[register] = buffers[register][:count]
+                self._send(copied, buffers, registers, rows, _Sent())
 
             def run() -> None:
                 own = list(given)
                 with stage.tuned():
-                    for step in steps:
-                        step.run(own)
+                    for instruction in instructions:
+                        instruction.run(own)
                 if stage.live is not None:  # the rest of the graph runs while the host prepares the next
                     count = own[stage.live][-1:]
                     if self._live is None:
@@ -467,12 +474,12 @@ class _GraphStage:
                     copy_all([self._live.tensor], [count])
                     self._live.post()
                 # Copied out of the shared memory, into which another stage's replay may write before they are read.
-                made = {slot: own[slot] for slot in stage.outputs if slot in written}
-                for slot, value in made.items():
-                    if slot not in outputs:
-                        buffers[slot] = self._buffers.like(slot, value)
-                        outputs[slot] = buffers[slot][: len(value)]
-                copy_all([outputs[slot] for slot in made], list(made.values()))
+                made = {register: own[register] for register in stage.outputs if register in written}
+                for register, value in made.items():
+                    if register not in outputs:
+                        buffers[register] = self._buffers.like(register, value)
+                        outputs[register] = buffers[register][: len(value)]
+                copy_all([outputs[register] for register in made], list(made.values()))
 
             graph = self.pool.record(run, warm=not self._warm)
         except torch.OutOfMemoryError as error:
@@ -480,5 +487,7 @@ class _GraphStage:
             return None
         ran = self.pool.recorder is not None or not self._warm
         self._warm = True
-        held = self.pool.hold(stage.name, rows, map(place_of, (slots[slot] for slot in stage.in_place)), forget)
+        held = self.pool.hold(
+            stage.name, rows, map(place_of, (registers[register] for register in stage.in_place)), forget
+        )
         return _Recorded(graph, copied, outputs, buffers, self._buffers.version, ran, held)

@@ -42,19 +42,19 @@ _ATTENDED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
-class Fused:
+class Fusion:
     """Calls that run as one.
 
     Attributes:
         made: the last of them, which gives the result.
-        within: those before it, in order; nothing else reads them.
+        absorbed: those before it, in order; nothing else reads them.
         function: computes all of them.
         args: of the function: nodes and plain values.
         by_row: True if a row of the result depends only on the same row of the arguments.
     """
 
     made: Node
-    within: tuple[Node, ...]
+    absorbed: tuple[Node, ...]
     function: Callable[..., Any]
     args: tuple[Any, ...]
     by_row: bool
@@ -67,7 +67,7 @@ class Fused:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes, in order."""
-        return (*self.within, self.made)
+        return (*self.absorbed, self.made)
 
     @property
     def results(self) -> tuple[tuple[int | None, Node], ...]:
@@ -114,12 +114,12 @@ class Attend:
             return self.op.on_gpu(q, *rest, **options)
 
 
-def fused_of(graph: Graph) -> dict[Node, Fused]:
+def fusions_of(graph: Graph) -> dict[Node, Fusion]:
     """Every fused call of a graph, by the node that it stands for."""
     return {**sums_of(graph), **attentions_of(graph)}
 
 
-def attentions_of(graph: Graph) -> dict[Node, Fused]:
+def attentions_of(graph: Graph) -> dict[Node, Fusion]:
     """The attentions of a graph that can rotate their queries or round their results, by the last node of each."""
     rounded = _rounded_attentions(graph)
     found = {}
@@ -130,9 +130,9 @@ def attentions_of(graph: Graph) -> dict[Node, Fused]:
             continue
         q, *rest = args_of(attention)
         function = Attend(op, turned is not None, args_of(made)[1] if rows else None)
-        within = (*(() if turned is None else (turned,)), *rows)
+        absorbed = (*(() if turned is None else (turned,)), *rows)
         args = (*((q,) if turned is None else args_of(turned)), *rest)
-        found[made] = Fused(made, within, function, args, by_row=False)
+        found[made] = Fusion(made, absorbed, function, args, by_row=False)
     return found
 
 
@@ -182,16 +182,16 @@ def _is_written(attention: Node, later: Node) -> bool:
     return False
 
 
-def sums_of(graph: Graph) -> dict[Node, Fused]:
+def sums_of(graph: Graph) -> dict[Node, Fusion]:
     """The sums of a graph that can be added up in place, by node."""
     results = set(graph.results().values())
-    found: dict[Node, Fused] = {}
+    found: dict[Node, Fusion] = {}
     for total in graph.calls:
         if total.target is not aten.add.Tensor or total.kwargs or total in results:
             continue
         for stream, linear in (args_of(total), args_of(total)[::-1]):
             if _is_layer(linear, total) and _ends_in(stream, linear, total) and stream not in results:
-                found[total] = Fused(total, (linear,), add_product, (stream, *args_of(linear)), by_row=True)
+                found[total] = Fusion(total, (linear,), add_product, (stream, *args_of(linear)), by_row=True)
                 break
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.ir.graph import Graph
-from dgraph.lowering.fused import Attend, Fused, add_product, attentions_of, fused_of, sums_of
+from dgraph.lowering.peephole import Attend, Fusion, add_product, attentions_of, fusions_of, sums_of
 from dgraph.lowering.schedule import Call, Region, schedule
 from dgraph.ops import OPS
 from dgraph.runtime.graphs.pool import GraphPool
@@ -64,7 +64,7 @@ def test_nothing_reads_a_stream_after_its_sum(
                 read = set(step.node.all_input_nodes if isinstance(step, Call) else step.inputs)
                 assert read <= there, "a value is there when it is read"
                 assert not read & gone
-                if isinstance(step, Fused):
+                if isinstance(step, Fusion):
                     gone.update([step.args[0]] if step.function is add_product else [])
                     there.update(node for _, node in step.results)
                 else:
@@ -211,11 +211,11 @@ def test_a_generation_is_the_same(family: str, recipe: str) -> None:
         session = BlockSession(made.spec, programs, plan=made.recipe.plan)
         asked = {"max_new_tokens": 37, "block_length": 16, "policy": FixedSteps(8)}
         found.append(session.generate(prompts_for(16), **asked))
-        taken = [s.function for stage in programs["step"].stages for s in stage.steps if isinstance(s, Fused)]
+        taken = [s.function for stage in programs["step"].stages for s in stage.steps if isinstance(s, Fusion)]
         assert (add_product in taken) == fused
         # Of focus's three layers, importance reads the queries of two, and the last is on masked rows.
         assert (Attend(OPS["paged_attention"], rotated=True) in taken) == (fused and recipe != "focus")
-        assert bool(fused_of(made.phases["step"].graph))
+        assert bool(fusions_of(made.phases["step"].graph))
     assert found[0].token_ids == found[1].token_ids
 
 
