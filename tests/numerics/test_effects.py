@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dgraph
+from dgraph.compiler.phases import HOPPER, lowering_passes
 from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.ir.graph import Graph
 from dgraph.numerics import check_effects
@@ -73,6 +74,18 @@ def test_passes_of_other_settings_are_what_they_declare(tiny: TinyModel, name: s
 @pytest.mark.parametrize("step", [QuantizeWeights(), ShardTensorParallel(2)])
 def test_passes_of_captured_graphs_are_what_they_declare(step: Pass) -> None:
     check_effects(SDAR.graph, recipe(step))
+
+
+@pytest.mark.parametrize(("tiny", "name"), [(LLADA, "dense"), (LLADA, "dyllm"), (SDAR, "focus")], ids=str)
+def test_passes_that_a_gpu_needs_are_what_they_declare(tiny: TinyModel, name: str) -> None:
+    made = tiny.quantised(QuantizeWeights("int8", activations=True, embeddings=True, lm_head=True))
+    found = made.recipe(name)
+    for step in lowering_passes(HOPPER):
+        found = found.with_last(step, [phase.name for phase in found.phases])
+    step = dgraph.rewrite(made.graph, found)["step"].graph
+    assert len(step.find("rows_glu")) == tiny.model.spec.layers
+    assert step.find("dequantise_rows")
+    check_effects(made.graph, found)
 
 
 def test_every_approximate_pass_says_at_which_setting_it_changes_nothing() -> None:
