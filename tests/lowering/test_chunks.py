@@ -284,7 +284,7 @@ def test_a_stage_after_one_in_chunks_is_captured(focus: dict[str, Graph], step: 
 
 
 def test_steps_of_blocks_are_captured_at_any_size(llada: Setup) -> None:
-    made = llada.optimized("dense", BLOCK)
+    made = llada.optimized("dense", BLOCK, fresh=True)
     made.graph_pool = GraphPool(recorder=Recorder)
     graph = made.phases["step"].graph
     assert made._lower(graph).graph_rows == CHUNK_ROWS
