@@ -26,7 +26,7 @@ from dgraph.lowering.tuning import Tuning
 from dgraph.numerics import check_effects
 from dgraph.private.triton import target_of
 from dgraph.ranks.groups import ranks_of
-from dgraph.recipes import RECIPES, Recipe, build, options_of
+from dgraph.recipes import RECIPES, Recipe, RecipeLike, build, options_of
 from dgraph.settings import DtypeLike, dtype_name, settings_of
 from dgraph.spec import FACTS, ModelSpec
 
@@ -116,7 +116,7 @@ def recipe(name: str, spec: ModelSpec, **options: Any) -> Recipe:
 
 def optimize(
     model: Any,
-    recipe: str | Recipe = "focus",
+    recipe: RecipeLike = "focus",
     compilation: Compilation | None = None,
     *,
     dtype: DtypeLike = None,
@@ -136,7 +136,7 @@ def optimize(
     Args:
         model: the name of an embedded model ("tiny_sdar"), a checkpoint folder, a transformers model object, or a
             `Model`.
-        recipe: a recipe's name, or a `Recipe`.
+        recipe: a recipe's name, its options as a value (`dgraph.recipes.Focus(alpha=1.8)`), or a `Recipe`.
         compilation: settings of the compilation; see `Compilation`.
         dtype, device: of the weights of a name or folder; see `load`. An object keeps its own.
         tokenizer: reads and writes texts instead of the folder's own. A folder with tokenizer files, or a tokenizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from dgraph.errors import InputError, UnknownName
@@ -60,11 +60,20 @@ def typed(what: str, key: str, text: str, kind: Any) -> Any:
     Args:
         what, key: the thing and its key that have the value, for messages.
         text: of the value.
-        kind: bool, int, float, or tuple[one of them, ...]; anything else is the text itself.
+        kind: bool, int, float, tuple[one of them, ...], or a dataclass, as "signal=importance+after=2"; anything else
+            is the text itself.
 
     Raises:
         InputError: a text that is no such value.
+        UnknownName: a field that the dataclass does not have.
     """
+    if isinstance(kind, type) and is_dataclass(kind):
+        types, values = {f.name: type(f.default) for f in fields(kind)}, {}
+        for name, _, value in (part.partition("=") for part in text.split("+")):
+            if name not in types:
+                raise UnknownName(f"field of {key}", name, types)
+            values[name] = typed(f"{what} {key},", name, value, types[name])
+        return kind(**values)
     if get_origin(kind) is tuple:
         return tuple(typed(what, key, part, get_args(kind)[0]) for part in filter(None, text.split(",")))
     if kind is bool:

@@ -36,13 +36,13 @@ from tests.tiny import tiny_spec
 
 SOURCE = """
 from dataclasses import dataclass, replace
-from dgraph.recipes.bidirectional import fast_dllm
+from dgraph.recipes import FastDLLM
 from dgraph.runtime.policies import ConfidenceThreshold, DecodeRule
 from dgraph.runtime.sampling.sampler import Sampler
 
 def patient(spec, *, every: int = 4):
     "Waits."
-    return replace(fast_dllm(spec, every=every), name="patient")
+    return replace(FastDLLM(every=every).recipe(spec), name="patient")
 
 def careless(spec, *, backend: str = "mine"):
     "Has an option that optimize has an argument for."

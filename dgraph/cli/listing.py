@@ -63,14 +63,16 @@ def _home(model: str) -> Path:
 
 
 def _recipes() -> list[Entry]:
-    from dgraph.recipes import RECIPES, costs_of, options_of
+    from dgraph.recipes import RECIPES, costs_of
 
     return [
         {
             "recipe": name,
-            "summary": _summary(builder),
+            "summary": builder.summary,
+            "papers": _papers(builder.options),
             "costs": [{**asdict(cost), "text": str(cost)} for cost in costs_of(builder)],
-            "options": options_of(builder),
+            "options": {option.name: option.default for option in builder.listed},
+            "meaning": {option.name: option.doc for option in builder.listed},
         }
         for name, builder in RECIPES.items()
     ]
@@ -92,6 +94,7 @@ def _passes() -> list[Entry]:
             "pass": name,
             "effect": cls.effect.value,
             "summary": cls.summary,
+            "papers": _papers(cls),
             "options": {f.name: None if f.default is MISSING else f.default for f in fields(cls)},
         }
         for name, cls in PASSES.items()
@@ -115,6 +118,11 @@ _READERS: dict[str, Callable[[], list[Entry]]] = {
     "passes": _passes,
     "models": _models,
 }
+
+
+def _papers(declaring: Any) -> list[Entry]:
+    """The papers of a recipe, a pass or a rule, and each as one text."""
+    return [{**asdict(paper), "text": str(paper)} for paper in getattr(declaring, "papers", ())]
 
 
 def _summary(documented: Any) -> str:

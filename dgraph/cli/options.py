@@ -30,7 +30,12 @@ Model = Annotated[
 ]
 Options = Annotated[
     list[str] | None,
-    typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the recipe; may be repeated."),
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="An option of the recipe, see `dgraph recipes NAME`; may be repeated.",
+    ),
 ]
 Facts = Annotated[
     list[str] | None,

@@ -147,18 +147,19 @@ def written_commits(decoding: Decoding) -> dict[str, Any]:
 
 
 def scripted(recipe: str, options: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
-    """Options of a recipe, with select=scripted if the recipe has that option and the trace lists kept columns.
+    """Options of a recipe, with scripted eviction if the recipe evicts rows and the trace lists kept columns.
 
-    An option `select` that is given stays.
+    An option that says which rows are kept stays.
 
     Raises:
-        InputError: select=scripted without a trace that lists kept columns.
+        InputError: scripted eviction without a trace that lists kept columns.
     """
-    from dgraph.recipes import RECIPES, builder_of, options_of
+    from dgraph.recipes import RECIPES, Ablation, builder_of, options_of
 
-    known = options_of(builder_of(RECIPES, recipe))
-    if trace is not None and trace.keeps and "select" in known and "select" not in options:
-        options = {**options, "select": "scripted"}
-    if options.get("select") == "scripted" and (trace is None or not trace.keeps):
+    known, scripts = options_of(builder_of(RECIPES, recipe)), trace is not None and trace.keeps
+    given = options.get("ablation", Ablation())
+    if scripts and "ablation" in known and "select" not in options and given.select == Ablation.select:
+        options = {**options, "ablation": replace(given, select="scripted")}
+    if "scripted" in (options.get("select"), given.select) and not scripts:
         raise InputError("select=scripted keeps what a trace says; give --commits with a trace that has kept columns.")
     return options

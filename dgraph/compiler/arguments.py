@@ -13,7 +13,7 @@ from dgraph.compiler.compilation import Compilation
 from dgraph.engine.build import EngineSettings
 from dgraph.errors import UnknownName
 from dgraph.errors.foreign import HINTS
-from dgraph.recipes import RECIPES, Recipe, check_recipe, options_of
+from dgraph.recipes import RECIPES, Recipe, RecipeLike, RecipeOptions, check_recipe, options_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.spec import FACTS
 
@@ -59,11 +59,11 @@ def unknown_keyword(kind: str, name: str, known: Iterable[str], own: Iterable[st
     return UnknownName(kind, name, known, hint)
 
 
-def check_options(recipe: str | Recipe, options: dict[str, Any], own: Iterable[str]) -> None:
+def check_options(recipe: RecipeLike, options: dict[str, Any], own: Iterable[str]) -> None:
     """Refuse a recipe and its options before a model is loaded.
 
     Args:
-        recipe: a name, or a finished one.
+        recipe: a name, options of one, or a finished one.
         options: by name.
         own: named parameters of the function that takes them.
 
@@ -71,7 +71,7 @@ def check_options(recipe: str | Recipe, options: dict[str, Any], own: Iterable[s
         UnknownName: an unknown recipe or option.
         InputError: as `dgraph.recipes.check_recipe`.
     """
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe | RecipeOptions):
         check_keywords("argument beside a finished recipe", [name for name in options if name in HINTS], own)
     check_recipe(RECIPES, recipe, options)
     if isinstance(recipe, str):

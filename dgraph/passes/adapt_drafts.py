@@ -14,6 +14,7 @@ from dgraph.ir.linears import Linear, linears_of
 from dgraph.ir.stored_weights import Stored
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import NEMOTRON, Paper
 from dgraph.ranks.sharding import Part
 from dgraph.types.shapes import InputSpec
 
@@ -41,6 +42,7 @@ class AdaptDrafts(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
+    papers: ClassVar[tuple[Paper, ...]] = (NEMOTRON,)
     summary: ClassVar[str] = "adds a low-rank adapter to linear layers, on rows of drafts alone"
     signature: ClassVar[frozenset[str]] = frozenset({DRAFTED.name})
     changes_weights: ClassVar[bool] = True

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.ir.graph import Graph
+from dgraph.plans.papers import Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import where
 
@@ -94,7 +95,8 @@ class Pass:
 
     Subclasses are frozen dataclasses, state their `effect`, and implement `run`. A pass that adds, removes or renames
     run-time inputs or outputs lists their names in `signature`; one that replaces weights sets `changes_weights`. The
-    verifier refuses a pass that changes anything that it does not declare here.
+    verifier refuses a pass that changes anything that it does not declare here. `papers` are the publications that it
+    implements. `carries` names values that its steps update by what changes in all keys, so that no key may be dropped.
 
         @dataclass(frozen=True)
         class Mine(Pass):
@@ -114,6 +116,8 @@ class Pass:
     summary: ClassVar[str]
     signature: ClassVar[frozenset[str]] = frozenset()
     changes_weights: ClassVar[bool] = False
+    papers: ClassVar[tuple[Paper, ...]] = ()
+    carries: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -161,6 +165,8 @@ _DECLARED: dict[str, tuple[type, str]] = {
     "summary": (str, "a text"),
     "signature": (frozenset, 'a frozenset of names, as frozenset({"kept"})'),
     "changes_weights": (bool, "True or False"),
+    "papers": (tuple, "a tuple of dgraph.plans.papers.Paper"),
+    "carries": (str, "a text"),
 }
 """Declarations of the class of a pass, with their types and how to write them."""
 

@@ -12,6 +12,7 @@ from dgraph.ir.row_order import list_of
 from dgraph.ops import OPS, op_of
 from dgraph.ops.rows.rope import turns_rows
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of, op_name, viewed
 
 
@@ -41,6 +42,7 @@ class BoundRows(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "norms and rotary embeddings of listed rows stop after the last of them"
 
     def run(self, graph: Graph, report: Report) -> None:

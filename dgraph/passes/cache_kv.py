@@ -12,6 +12,7 @@ from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.ops.kv.scales import KV_DTYPES
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of, where
 from dgraph.types.shapes import InputSpec, of_window
 
@@ -62,6 +63,7 @@ class CacheKV(Pass):
     rings: bool = True
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "attention reads a paged KV cache; only uncached rows are recomputed"
     signature: ClassVar[frozenset[str]] = frozenset(
         {"page_table", "page_table_*", "k_cache_*", "v_cache_*", "k_scale_*", "v_scale_*"}

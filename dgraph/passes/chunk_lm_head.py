@@ -13,6 +13,7 @@ from dgraph.ir.graph import Graph
 from dgraph.ir.linears import gathered, head_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import DLLM_SERVE, Paper
 from dgraph.ranks.sharding import FIRST_ID
 from dgraph.spec import ModelSpec
 from dgraph.types.shapes import InputSpec
@@ -29,8 +30,7 @@ class ChunkLMHead(Pass):
 
     Only rows whose token the step may commit (`candidate`) are projected, `max_num_logits` rows at a time; the logits
     of the others decide nothing. Each chunk gives its tokens and their confidences and is freed. This is the logit
-    budget of dLLM-Serve, *Taming the Memory Footprint Crisis: System Design for Production Diffusion LLM Serving*,
-    arXiv 2512.17077. The graph's output `logits` becomes `token` i64 and `confidence`, `margin`, `entropy` f32. The
+    budget of dLLM-Serve. The graph's output `logits` becomes `token` i64 and `confidence`, `margin`, `entropy` f32. The
     mask token itself is never predicted.
 
         before  %3 = linear(%2, lm_head.weight)                                    f32[K, 2048]
@@ -54,6 +54,7 @@ class ChunkLMHead(Pass):
     max_num_logits: int = 2048
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = (DLLM_SERVE,)
     summary: ClassVar[str] = (
         "logits of candidate rows only, in chunks; token, confidence, margin and entropy without keeping logits"
     )

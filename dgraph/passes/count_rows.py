@@ -13,6 +13,7 @@ from dgraph.ir.linears import linear_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.salience import nowhere
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of
 
 aten = torch.ops.aten
@@ -40,6 +41,7 @@ class CountRows(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "counts kept rows on the device: one stage, no host read, linear layers over that count"
 
     def run(self, graph: Graph, report: Report) -> None:

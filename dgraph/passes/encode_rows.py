@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from dgraph.ir.graph import Graph
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of, viewed
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ class EncodeRows(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "all rows are encoded: what denoised rows do is left out (prefill)"
     signature: ClassVar[frozenset[str]] = frozenset({"encoded", "soft"})
     changes_weights: ClassVar[bool] = True

@@ -15,6 +15,7 @@ from dgraph.ir.layers import windowed
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.chunk_lm_head import CANDIDATE
+from dgraph.plans.papers import FOCUS, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of
 from dgraph.types.shapes import InputSpec
@@ -36,8 +37,6 @@ SELECTIONS = ("top", "random", "bottom", "scripted")
 @dataclass(frozen=True)
 class EvictTokens(Pass):
     """Keep, after layer `after`, only the rows that are likely to be decoded in this step (FOCUS).
-
-    Paper: *FOCUS: DLLMs Know How to Tame Their Compute Bound*, arXiv 2601.23278, section 4 and appendix E.
 
     A candidate is a row whose token the step may commit (the paper's masked tokens). Its importance (Eq. 2) is the
     attention that it receives from the candidates of its sequence. It is computed from queries and keys after RoPE,
@@ -95,6 +94,7 @@ class EvictTokens(Pass):
     full_steps: int = 0
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
+    papers: ClassVar[tuple[Paper, ...]] = (FOCUS.at("section 4 and appendix E"),)
     summary: ClassVar[str] = "evicts rows that will not be decoded, after layer `after` (FOCUS)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {"candidate", "masked", "average", "reached", "block_step", "noise", "script", "kept", "score"}

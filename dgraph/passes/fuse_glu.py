@@ -13,6 +13,7 @@ from dgraph.ir.linears import Linear, linears_of, unit_of
 from dgraph.ir.quantised_operands import is_fused_operand
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 
 OPERANDS = ("quantised", "16-bit")
 """Operands of products over rows that the host counts: `FuseGLU.packed` names those whose units are fused."""
@@ -52,6 +53,7 @@ class FuseGLU(Pass):
     packed: tuple[str, ...] = ()
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "silu(gate) * up within the product, on live rows only"
 
     def __post_init__(self) -> None:

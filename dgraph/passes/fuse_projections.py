@@ -17,6 +17,7 @@ from dgraph.ir.layers import layers_of
 from dgraph.ir.linears import Linear, linears_of, split_of
 from dgraph.ir.stored_weights import stored_of
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of
 
 aten = torch.ops.aten
@@ -41,6 +42,7 @@ class FuseProjections(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "one GEMM for q|k|v and one for gate|up"
     changes_weights: ClassVar[bool] = True
 

@@ -15,6 +15,7 @@ from dgraph.ir.layers import FeedForward, Layer
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import DYLLM, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
 from dgraph.types.shapes import InputSpec
@@ -26,8 +27,7 @@ aten = torch.ops.aten
 class GateFFN(Pass):
     """Run each layer's feed-forward network and its norm on rows whose attention context has changed (DyLLM).
 
-    The other rows reuse its output from when it last ran on them. Paper: *DyLLM: Efficient Diffusion LLM Inference via
-    Saliency-based Token Selection and Partial Attention*, arXiv 2603.08026, section 4; algorithm 3, lines 11 to 14.
+    The other rows reuse its output from when it last ran on them.
 
     A row is salient if the cosine between its context and that of the step before is below tau, or in a full step. The
     salient rows move to the front of a buffer for all rows. So row i of the buffer is not row i of the step. Linear
@@ -65,6 +65,7 @@ class GateFFN(Pass):
     tau: float | tuple[float, ...] = 0.99
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
+    papers: ClassVar[tuple[Paper, ...]] = (DYLLM.at("section 4; algorithm 3, lines 11 to 14"),)
     summary: ClassVar[str] = "feed-forward networks run on rows whose attention context has changed (DyLLM)"
     signature: ClassVar[frozenset[str]] = salience.INPUTS | {"f_cache_*"}
 

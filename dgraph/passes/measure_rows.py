@@ -11,6 +11,7 @@ from dgraph.ops import OPS
 from dgraph.ops.statistics import Statistic, declare, kept_rows
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.cache_kv import PAGE_TABLE
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of
 
 MEASURED = "measured"
@@ -40,6 +41,7 @@ class MeasureRows(Pass):
     statistics: tuple[Statistic, ...] = ()
 
     effect: ClassVar[Effect] = Effect.EXACT
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "statistics of each row's distribution that a decoding rule asks for, without logits"
     signature: ClassVar[frozenset[str]] = frozenset({"page_table", "statistics_*", MEASURED})
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from dgraph.ir.graph import Graph
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class OnlyKV(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "drops everything after the last KV write (prefill)"
     signature: ClassVar[frozenset[str]] = frozenset({"logits", "limit"})
     changes_weights: ClassVar[bool] = True

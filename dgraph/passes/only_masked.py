@@ -16,6 +16,7 @@ from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.count_rows import count_products
 from dgraph.passes.salience import obstacle
+from dgraph.plans.papers import OURS, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
 
@@ -50,6 +51,7 @@ class OnlyMasked(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "the last layer, after its keys and values, on masked rows only"
     changes_weights: ClassVar[bool] = True
 

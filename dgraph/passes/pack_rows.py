@@ -16,6 +16,7 @@ from dgraph.ir.axes import Axes, Call
 from dgraph.ir.graph import Graph
 from dgraph.ops import OPS, Op, op_of
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of, op_name, role_of, where
 from dgraph.types.shapes import InputSpec
 
@@ -51,6 +52,7 @@ class PackRows(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "packs all tokens of a step as rows [N, ...]"
     signature: ClassVar[frozenset[str]] = frozenset({"*"})  # inputs per token become inputs per row
 

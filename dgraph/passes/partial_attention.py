@@ -15,6 +15,7 @@ from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import DYLLM, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
 
@@ -26,8 +27,6 @@ class PartialAttention(Pass):
     """Project keys and values only of rows that were salient in the layer before, and update other contexts (DyLLM).
 
     Salient rows attend exactly. The contribution of the changed values is added to the contexts of the other rows.
-    Paper: *DyLLM: Efficient Diffusion LLM Inference via Saliency-based Token Selection and Partial Attention*, arXiv
-    2603.08026, section 4; algorithms 3 and 4.
 
     Layer 0 starts from the input `changed` bool[N], the rows whose token was decoded in the step before. Queries are
     projected for all rows. A row whose keys and values are not projected keeps those of the cache. A row is salient if
@@ -63,6 +62,8 @@ class PartialAttention(Pass):
     update: bool = True
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
+    papers: ClassVar[tuple[Paper, ...]] = (DYLLM.at("section 4; algorithms 3 and 4"),)
+    carries: ClassVar[str] = "attention contexts, which it updates by what changes in all keys"
     summary: ClassVar[str] = "keys and values of salient rows only, attention updated by what they changed (DyLLM)"
     signature: ClassVar[frozenset[str]] = salience.INPUTS | {salience.CHANGED.name}
     changes_weights: ClassVar[bool] = True

@@ -18,6 +18,7 @@ from dgraph.ir.linears import embedding_of, head_of, linears_of
 from dgraph.ir.stored_weights import Stored, formats_of, quantised_as, stored_of, take_weights
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of, op_name
 
 aten = torch.ops.aten
@@ -82,6 +83,7 @@ class QuantizeWeights(Pass):
     weights: WeightSource | Shapes | None = field(default=None, repr=False, compare=False)
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "weights in 8 or 4 bits, with a scale for each block of them"
     changes_weights: ClassVar[bool] = True
 

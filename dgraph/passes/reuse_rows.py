@@ -17,6 +17,7 @@ from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.partial_attention import over_rows
+from dgraph.plans.papers import DLLM_CACHE, MASKKV, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
 from dgraph.types.shapes import InputSpec
@@ -30,9 +31,7 @@ ADAPT = InputSpec("adapt", torch.bool, ("N",))
 class ReuseRows(Pass):
     """Run each layer but the first on the rows whose values are least similar to the cached ones (dLLM-Cache).
 
-    The other rows reuse the outputs of attention and feed-forward network from when these last ran on them. Paper:
-    *dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching*, arXiv 2506.06295, adaptive update
-    of the response.
+    The other rows reuse the outputs of attention and feed-forward network from when these last ran on them.
 
     Values are projected for all rows, compared with those of the cache (by cosine, over all KV heads), and replace
     them. The `share` of each sequence's rows that have changed most get new queries, keys, attention and feed-forward
@@ -72,6 +71,10 @@ class ReuseRows(Pass):
     idle: bool = False
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
+    papers: ClassVar[tuple[Paper, ...]] = (
+        DLLM_CACHE.at("adaptive update of the response"),
+        MASKKV.at("appendix A.9, algorithm 5"),
+    )
     summary: ClassVar[str] = "layers run on the rows whose values have changed most (dLLM-Cache)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {salience.FULL.name, ADAPT.name, salience.SALIENT, "a_cache_*", "f_cache_*"}

@@ -15,6 +15,7 @@ from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.cache_kv import page_table
 from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
+from dgraph.plans.papers import OURS, Paper
 from dgraph.ranks.sharding import FIRST_ID
 from dgraph.types.nodes import args_of
 from dgraph.types.shapes import InputSpec, of_window
@@ -61,6 +62,7 @@ class SelfCondition(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = (
         "vocabulary attention in the place of a tied LM head; its mean embeddings go to the next step"
     )

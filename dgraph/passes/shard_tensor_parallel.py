@@ -19,6 +19,7 @@ from dgraph.ir.stored_weights import stored_of, take_weights
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.shard_plan import Plan
+from dgraph.plans.papers import OURS, Paper
 from dgraph.ranks.sharding import FIRST_EXPERT, FIRST_ID, FIRST_KV_HEAD, GROUP, KINDS, Sharding
 from dgraph.types.nodes import args_of, where
 
@@ -78,6 +79,7 @@ class ShardTensorParallel(Pass):
     weights: Source | None = field(default=None, repr=False, compare=False)
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "divides heads, feed-forward networks, experts and ids over ranks (tensor parallelism)"
     changes_weights: ClassVar[bool] = True
 

@@ -9,6 +9,7 @@ import torch
 
 from dgraph.ir.graph import Graph
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of
 from dgraph.types.shapes import InputSpec
 
@@ -32,6 +33,7 @@ class SlotKV(Pass):
     """
 
     effect: ClassVar[Effect] = Effect.EXACT
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "hidden rows have no place in the KV cache; those that exist lie side by side"
     signature: ClassVar[frozenset[str]] = frozenset({"slots"})
 

@@ -16,6 +16,7 @@ from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.kv import check_budget, pairs_of
+from dgraph.plans.papers import ADAKV, DLLM_SERVE, H2O, MASKKV, PYRAMIDKV, SNAPKV, SPARSE_DLLM, SQUEEZE, Paper
 from dgraph.ranks.sharding import FIRST_KV_HEAD
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of
@@ -47,11 +48,6 @@ POOLINGS = ("max", "mean")
 @dataclass(frozen=True)
 class SparseKV(Pass):
     """Keep only the keys outside of each sequence's window that a selector ranks highest, packed per KV head.
-
-    Published selectors: MaskKV, *Mask Tokens as Prophet: Fine-Grained Cache Eviction for Efficient dLLM Inference*,
-    arXiv 2510.09309. dLLM-Serve, *Taming the Memory Footprint Crisis: System Design for Production Diffusion LLM
-    Serving*, arXiv 2512.17077. Sparse-dLLM, *Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction*,
-    arXiv 2508.02558.
 
     A step that selects (action SELECT of a sequence) sees all keys of its rows. It ranks the keys outside of the
     window, and copies the best of each head together with their values. Steps that reuse (REUSE) see the packed entries
@@ -105,6 +101,16 @@ class SparseKV(Pass):
     cached: bool = False
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
+    papers: ClassVar[tuple[Paper, ...]] = (
+        MASKKV,
+        DLLM_SERVE.at("Eq. 6"),
+        SPARSE_DLLM,
+        SNAPKV,
+        PYRAMIDKV,
+        SQUEEZE,
+        ADAKV,
+        H2O,
+    )
     summary: ClassVar[str] = "attention over a window and the packed keys that matter (MaskKV, dLLM-Serve, Sparse-dLLM)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {"window", "action", "pack_start", "k_pack_*", "v_pack_*", "pack_count_*", "pack_index_*"}

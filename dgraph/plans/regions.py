@@ -14,6 +14,7 @@ whose shapes depend on no value, and read none on the host. A draw is a hash of 
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,6 +25,15 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.plans.parts import Part, check_counts
 from dgraph.plans.view import View
+
+
+class Extent(enum.Enum):
+    """Part of the canvas that a region stays within."""
+
+    BLOCK = "the block"
+    RESPONSE = "the response"
+    BEFORE = "the block and rows before it"
+    CANVAS = "the canvas"
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,11 @@ class Region(Part, ABC):
 
     foresees: ClassVar[bool] = False
     hides: ClassVar[bool] = False
+
+    @property
+    def extent(self) -> Extent:
+        """The part of the canvas that its rows stay within."""
+        return Extent.CANVAS
 
     @abstractmethod
     def rows(self, view: View) -> Tensor:
@@ -84,6 +99,11 @@ class All(Region):
 class Response(Region):
     """All rows after the prompt."""
 
+    @property
+    def extent(self) -> Extent:
+        """See `Region`."""
+        return Extent.RESPONSE
+
     def rows(self, view: View) -> Tensor:
         return view.since(view.prompt_end)
 
@@ -100,6 +120,11 @@ class Suffix(Region):
 
     def __post_init__(self) -> None:
         check_counts(self)
+
+    @property
+    def extent(self) -> Extent:
+        """See `Region`."""
+        return Extent.RESPONSE
 
     def rows(self, view: View) -> Tensor:
         return view.since(view.start) if self.lead else view.since(view.start + view.shift) | view.wanted
@@ -121,6 +146,11 @@ class Block(Region):
 
     def __post_init__(self) -> None:
         check_counts(self)
+
+    @property
+    def extent(self) -> Extent:
+        """See `Region`."""
+        return Extent.BEFORE if self.before else Extent.RESPONSE if self.after else Extent.BLOCK
 
     def rows(self, view: View) -> Tensor:
         if self.lead:

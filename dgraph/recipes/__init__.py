@@ -2,78 +2,109 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+from dgraph.errors import InputError
 from dgraph.plugins import Table
-from dgraph.recipes.base import Builder, Cost, Phase, Recipe, caching, costing, costs_of, options_of, types_of
-from dgraph.recipes.bidirectional import dkv_cache, fast_dllm, vicinity
-from dgraph.recipes.build import build, builder_of, check_recipe
-from dgraph.recipes.compose import COMBINATIONS, KEEPERS, combined
-from dgraph.recipes.dense import dense
-from dgraph.recipes.dllm_cache import dllm_cache
-from dgraph.recipes.dyllm import dyllm
-from dgraph.recipes.focus import focus
-from dgraph.recipes.sparse import dllm_serve, maskkv, sparse_dllm
+from dgraph.recipes.base import Phase, Recipe
+from dgraph.recipes.bidirectional import DKVCache, FastDLLM, Vicinity
+from dgraph.recipes.build import RecipeLike, build, builder_of, check_recipe
+from dgraph.recipes.compose import combine, halves
+from dgraph.recipes.costs import Cost
+from dgraph.recipes.dense import Dense
+from dgraph.recipes.dllm_cache import DLLMCache
+from dgraph.recipes.dyllm import DyLLM
+from dgraph.recipes.focus import Ablation, Focus
+from dgraph.recipes.former import caching, costing
+from dgraph.recipes.kept import KeyOptions
+from dgraph.recipes.options import Builder, RecipeOptions, costs_of, options_of, types_of
+from dgraph.recipes.sparse import DLLMServe, DLLMServeKeys, MaskKV, MaskKVKeys, SparseDLLM, SparseDLLMKeys
 
 GROUP = "dgraph.recipes"
 
-_OWN: dict[str, Builder] = {
-    "dense": dense,
-    "focus": focus,
-    "fast_dllm": fast_dllm,
-    "dkv_cache": dkv_cache,
-    "vicinity": vicinity,
-    "dyllm": dyllm,
-    "dllm_cache": dllm_cache,
-    "maskkv": maskkv,
-    "dllm_serve": dllm_serve,
-    "sparse_dllm": sparse_dllm,
-    **COMBINATIONS,
-}
+_SINGLE: tuple[type[RecipeOptions], ...] = (
+    Dense,
+    Focus,
+    FastDLLM,
+    DKVCache,
+    Vicinity,
+    DyLLM,
+    DLLMCache,
+    MaskKV,
+    DLLMServe,
+    SparseDLLM,
+)
+
+
+def _with_combinations(single: dict[str, Builder]) -> dict[str, Builder]:
+    """Recipes and their combinations, by name."""
+    made = dict(single)
+    keys, rows = halves(single)
+    for first in keys:
+        for second in rows:
+            try:
+                made[f"{first}+{second}"] = Builder(combine(single[first].options, single[second].options))
+            except InputError:
+                continue
+    return made
 
 
 def check_builder(name: str, builder: Any) -> bool:
     """Refuse an entry point that builds no recipes.
 
     Raises:
-        ValueError: it takes no spec, or an option without a default.
+        ValueError: neither options of a recipe nor a function, or an option without a default.
     """
-    try:
-        _, *options = inspect.signature(builder).parameters.values()
-    except (TypeError, ValueError):
-        raise ValueError(f"is no builder: (spec, option=default, ...) -> Recipe, got {builder!r}") from None
-    for option in options:
-        if option.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise ValueError(f"takes {option}; it must name each of its options, with a default")
-        if option.default is inspect.Parameter.empty:
-            raise ValueError(f"has the option {option.name!r} without a default")
+    Builder.of(name, builder)
     return True
 
 
 class Recipes(Table[Builder]):
-    """Builders by name: dgraph's own, those of other packages, and "kept+rows" of a part of each.
+    """Builders by name: dgraph's own, those of other packages, and "keys+rows" of a half of each.
 
-    A recipe from outside goes with every recipe of dgraph that says which keys are kept, as "maskkv+mine"; whether its
-    steps fit is checked where the two are put together.
+    A recipe from outside that declares nothing goes with every recipe that selects keys. Its steps are checked where
+    the two are put together.
     """
 
     def __getitem__(self, name: str) -> Builder:
-        kept, _, rows = name.partition("+")
-        if name not in self.own and kept in KEEPERS and rows in self.added():
-            return combined(kept, rows, self[rows])
-        return super().__getitem__(name)
+        if "+" not in name or name in self.own:
+            given: Any = super().__getitem__(name)
+            return Builder.of(name, given)
+        first, _, second = name.partition("+")
+        if "+" in second:
+            raise KeyError(name)
+        try:
+            return Builder(combine(self[first].options, self[second].options))
+        except InputError:
+            raise KeyError(name) from None
 
 
-RECIPES = Recipes(_OWN, GROUP, check_builder)
+RECIPES = Recipes(_with_combinations({each.name: Builder(each) for each in _SINGLE}), GROUP, check_builder)
 """Every recipe's builder by name."""
 
 __all__ = [
     "RECIPES",
+    "Ablation",
     "Builder",
     "Cost",
+    "DKVCache",
+    "DLLMCache",
+    "DLLMServe",
+    "DLLMServeKeys",
+    "Dense",
+    "DyLLM",
+    "FastDLLM",
+    "Focus",
+    "KeyOptions",
+    "MaskKV",
+    "MaskKVKeys",
     "Phase",
     "Recipe",
+    "RecipeLike",
+    "RecipeOptions",
+    "SparseDLLM",
+    "SparseDLLMKeys",
+    "Vicinity",
     "build",
     "builder_of",
     "caching",

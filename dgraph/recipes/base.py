@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec
+from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import PASSES
@@ -218,99 +215,3 @@ class Recipe(Described):
             raise
         except KeyError as error:
             raise InputError(f"this recipe has no entry {error}; give what Recipe.to_json wrote.") from error
-
-
-P = ParamSpec("P")
-
-Builder = Callable[..., Recipe]
-"""Takes the spec and keyword options with defaults, returns a recipe; its docstring's first line is the summary."""
-
-
-def caching(builder: Callable[P, Recipe]) -> Callable[P, Recipe]:
-    """Give a builder, whose recipes store keys and values (`CacheKV`), the option `kv_dtype`."""
-
-    @functools.wraps(builder)
-    def build(*args: P.args, **options: P.kwargs) -> Recipe:
-        dtype: Any = options.pop("kv_dtype", None)
-        return builder(*args, **options).with_kv_dtype(dtype)
-
-    signature = inspect.signature(builder)
-    option = inspect.Parameter("kv_dtype", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
-    wider = signature.replace(parameters=[*signature.parameters.values(), option])
-    build.__signature__ = wider  # type: ignore[attr-defined]
-    build.__doc__ = f"{(builder.__doc__ or '').rstrip()}\n{KV_DTYPE}"
-    return build
-
-
-KV_DTYPE = """\
-        kv_dtype: how keys and values are stored: "fp8", or None for the dtype of the model; see `CacheKV`.
-    """
-"""Entry of the option in the docstring of a builder, at the end of its arguments."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of a recipe's defaults against `dense` under the same rule, from a table of benchmarks/results.
-
-    Attributes:
-        model, tasks, prompts: the model, tasks and number of prompts on which it was measured.
-        points: exact match in percentage points, below 0 where it loses answers.
-        within: the 95 % interval of these; None where no paired one was measured.
-        steps: steps as a multiple of those of dense; None if they were not measured.
-        page: name of the page in benchmarks/results, without its ending.
-    """
-
-    model: str
-    tasks: str
-    prompts: int
-    points: float
-    within: tuple[float, float] | None
-    steps: float | None
-    page: str
-
-    def __str__(self) -> str:
-        within = "" if self.within is None else f" ({self.within[0]:+.1f} to {self.within[1]:+.1f})"
-        steps = "" if self.steps is None else f", {self.steps:g} x the steps"
-        return f"{self.points:+.1f} points{within}{steps}: {self.model}, {self.prompts} prompts of {self.tasks}"
-
-
-def costing(*costs: Cost) -> Callable[[Callable[P, Recipe]], Callable[P, Recipe]]:
-    """Declare what a builder's defaults were measured to cost."""
-
-    def declare(builder: Callable[P, Recipe]) -> Callable[P, Recipe]:
-        builder.costs = costs  # type: ignore[attr-defined]
-        return builder
-
-    return declare
-
-
-def costs_of(builder: Builder) -> tuple[Cost, ...]:
-    """Costs of a builder's defaults, table by table; empty if none was measured."""
-    return getattr(builder, "costs", ())
-
-
-def options_of(builder: Builder) -> dict[str, Any]:
-    """A builder's options and their defaults, in order."""
-    parameters = list(inspect.signature(builder).parameters.values())[1:]
-    return {p.name: p.default for p in parameters}
-
-
-def types_of(builder: Builder) -> dict[str, Any]:
-    """The types in which a builder's options are read from text: the types of their defaults.
-
-    An option with the default None is text if it is annotated so ("str | None"), else a whole number. A tuple's values
-    have the type of its first value. The values of an empty tuple have the type of its annotation ("tuple[int, ...]"),
-    else text.
-    """
-    parameters = inspect.signature(builder).parameters
-
-    def kind(name: str, default: Any) -> Any:
-        if isinstance(default, tuple):
-            named = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", str(parameters[name].annotation))
-            each = {"int": int, "float": float, "bool": bool}.get(named[1], str) if named else str
-            return tuple[type(default[0]) if default else each, ...]  # type: ignore[misc]
-        if default is not None:
-            return type(default)
-        return str if str(parameters[name].annotation).startswith("str") else int
-
-    return {name: kind(name, default) for name, default in options_of(builder).items()}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.recipes.base import Builder, Recipe, options_of
+from dgraph.recipes.base import Recipe
 from dgraph.recipes.compose import refuse
+from dgraph.recipes.options import Builder, RecipeOptions, options_of
 from dgraph.spec import ModelSpec
+
+RecipeLike: TypeAlias = str | Recipe | RecipeOptions
+"""A recipe: by name, as options (`Focus(alpha=1.8)`), or finished for a model."""
 
 
 def builder_of(recipes: Mapping[str, Builder], name: str) -> Builder:
@@ -20,30 +24,33 @@ def builder_of(recipes: Mapping[str, Builder], name: str) -> Builder:
     """
     if name not in recipes:
         if "+" in name:
-            refuse(name, recipes)
+            refuse(recipes, name)
         raise UnknownName("recipe", name, recipes)
     return recipes[name]
 
 
-def check_recipe(recipes: Mapping[str, Builder], recipe: str | Recipe, options: dict[str, Any]) -> None:
-    """Refuse, before a model is loaded, what `build` would refuse of a name or of a finished recipe.
+def check_recipe(recipes: Mapping[str, Builder], recipe: RecipeLike, options: Mapping[str, Any]) -> None:
+    """Refuse, before a model is loaded, what `build` would refuse without a model.
 
     Raises:
         UnknownName: an unknown recipe.
-        InputError: neither a name nor a recipe, options beside a finished recipe, or parts that do not go together.
+        InputError: no recipe at all, options beside a finished one, or parts that do not go together.
     """
     if isinstance(recipe, str):
         builder_of(recipes, recipe)
-    elif not isinstance(recipe, Recipe):
-        raise InputError(f"recipe must be a name or a dgraph.Recipe, got {recipe!r}; `dgraph recipes` lists the names.")
+    elif not isinstance(recipe, Recipe | RecipeOptions):
+        raise InputError(
+            f"recipe must be a name, a dgraph.Recipe or options of one (dgraph.recipes.RecipeOptions), got {recipe!r}; "
+            f"`dgraph recipes` lists the names."
+        )
     elif options:
         raise InputError(
             f"options {', '.join(options)} were given beside a finished recipe; build it with them instead."
         )
 
 
-def build(recipes: Mapping[str, Builder], recipe: str | Recipe, spec: ModelSpec, options: dict[str, Any]) -> Recipe:
-    """Build a recipe by name; a finished one is returned as it is.
+def build(recipes: Mapping[str, Builder], recipe: RecipeLike, spec: ModelSpec, options: Mapping[str, Any]) -> Recipe:
+    """Build a recipe by name or from its options; a finished one is returned as it is.
 
     Raises:
         UnknownName: an unknown recipe, or an option that it does not have; with the closest matches.
@@ -51,14 +58,14 @@ def build(recipes: Mapping[str, Builder], recipe: str | Recipe, spec: ModelSpec,
             model; the builder of that name returns no recipe.
     """
     check_recipe(recipes, recipe, options)
-    if not isinstance(recipe, str):
+    if isinstance(recipe, Recipe):
         return recipe
-    known = options_of(recipes[recipe])
-    for option in options:
-        if option not in known:
-            raise UnknownName(f"option of recipe {recipe!r}", option, known)
-    made: object = recipes[recipe](spec, **options)
-    if not isinstance(made, Recipe):
-        raise InputError(f"the builder of recipe {recipe!r} must return a dgraph.Recipe, got {made!r}.")
+    if isinstance(recipe, str):
+        known = options_of(recipes[recipe])
+        for option in options:
+            if option not in known:
+                raise UnknownName(f"option of recipe {recipe!r}", option, known)
+        recipe = Builder.of(recipe, recipes[recipe]).options(**options)
+    made = recipe.recipe(spec)
     spec.check_keys(made.recommit, made.kv)
     return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from dgraph.errors import InputError
 from dgraph.passes.base import Pass
 from dgraph.passes.bound_rows import BoundRows
@@ -14,8 +16,12 @@ from dgraph.passes.only_kv import OnlyKV
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.pack_rows import PackRows
 from dgraph.passes.self_condition import SelfCondition
+from dgraph.plans.papers import OURS
+from dgraph.plans.regions import Extent
 from dgraph.plans.rows import RowPlan
-from dgraph.recipes.base import Phase, Recipe, caching
+from dgraph.recipes.base import Phase, Recipe
+from dgraph.recipes.former import builders
+from dgraph.recipes.options import RecipeOptions
 from dgraph.spec import ModelSpec
 
 CACHED: tuple[Pass, ...] = (PackRows(), FuseProjections(), CacheKV())
@@ -56,7 +62,7 @@ def phases_of(spec: ModelSpec, *after: Pass, optional: frozenset[str] = frozense
     return (prefill, step) if spec.attention == "block_causal" else (step,)
 
 
-def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
+def ending(spec: ModelSpec) -> tuple[Pass, ...]:
     """Last passes of a step: logits of masked rows only.
 
     On a bidirectional model, whose steps may forward the whole canvas, the last layer also runs on these rows only. On
@@ -64,31 +70,37 @@ def ending(spec: ModelSpec, max_num_logits: int) -> tuple[Pass, ...]:
     """
     if spec.noise == "uniform":
         return (SelfCondition(),)
-    head = ChunkLMHead(max_num_logits)
+    head = ChunkLMHead()
     return (head, OnlyMasked(), FuseGLU(), BoundRows()) if spec.attention == "bidirectional" else (head,)
 
 
-@caching
-def dense(
-    spec: ModelSpec,
-    block_cache: str = "off",
-    recommit: bool = True,
-    max_num_logits: int = 2048,
-    rings: bool = True,
-) -> Recipe:
+@dataclass(frozen=True, kw_only=True)
+class Dense(RecipeOptions):
     """The model as published: every row of the block (of the canvas, if it is bidirectional) in every step.
 
     A block-causal model keeps the keys and values of earlier blocks, which is exact. A bidirectional one recomputes the
     whole canvas, but for what nothing would read: the last layer of rows that are not masked.
 
-    Args:
-        spec: the model.
+    Attributes:
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         recommit: forward a finished block once more before it is committed (block-causal models).
-        max_num_logits: rows whose logits exist at a time; of a model without a mask token none do.
         rings: of a model whose layers see a window: let keys behind it go; see `CacheKV`.
     """
-    plan = RowPlan() if spec.attention == "bidirectional" else None
-    phases = phases_of(spec, *ending(spec, max_num_logits), optional=ENDING)
-    made = Recipe("dense", 2, phases, block_cache, recommit, plan)
-    return made if rings else made.with_all_keys()
+
+    block_cache: str = "off"
+    recommit: bool = True
+    rings: bool = True
+
+    name = "dense"
+    papers = OURS
+    extent = Extent.CANVAS
+
+    def build(self, spec: ModelSpec) -> Recipe:
+        """See `RecipeOptions`."""
+        plan = RowPlan() if spec.attention == "bidirectional" else None
+        phases = phases_of(spec, *ending(spec), optional=ENDING)
+        made = Recipe(self.name, 2, phases, self.block_cache, self.recommit, plan)
+        return made if self.rings else made.with_all_keys()
+
+
+__getattr__ = builders(dense=Dense)

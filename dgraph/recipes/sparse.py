@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes.chunk_lm_head import ChunkLMHead
@@ -12,79 +13,21 @@ from dgraph.passes.reuse_rows import ReuseRows
 from dgraph.passes.sparse_kv import SparseKV
 from dgraph.plans import budgets
 from dgraph.plans.kv import KVPlan
-from dgraph.plans.regions import Block, Response
+from dgraph.plans.papers import DLLM_CACHE, DLLM_SERVE, MASKKV, SPARSE_DLLM, Paper
+from dgraph.plans.regions import Block, Extent, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
-from dgraph.recipes.base import Cost, Recipe, caching, costing
-from dgraph.recipes.bidirectional import published_first
-from dgraph.recipes.dense import GATED, dense, phases_of
-from dgraph.recipes.kept import Kept
+from dgraph.recipes.base import Recipe
+from dgraph.recipes.bidirectional import BY_FAMILY, first_commit
+from dgraph.recipes.dense import GATED, Dense, phases_of
+from dgraph.recipes.dllm_cache import check_intervals
+from dgraph.recipes.former import builders
+from dgraph.recipes.kept import KeyOptions, KVSelection
+from dgraph.recipes.options import RecipeOptions, former
 from dgraph.spec import ModelSpec
 
 DEFAULT_RATIO = 0.5
 DEFAULT_PAIRS = 256
-
-
-def kept_by_maskkv(
-    spec: ModelSpec,
-    pairs: int = DEFAULT_PAIRS,
-    ratio: float = 0.0,
-    selector: str = "mask_voting",
-    layers: str = "importance",
-    heads: str = "",
-    head_floor: float = 0.1,
-    layer_floor: float = 0.4,
-    boundary: int = 1,
-) -> Kept:
-    """Keys of the prompt that MaskKV, or an autoregressive method, keeps; see `maskkv`."""
-    if selector not in METHODS:
-        raise UnknownName("selector of maskkv", selector, METHODS)
-    if layers not in LAYERS:
-        raise UnknownName("layers of maskkv", layers, LAYERS)
-    if ratio and pairs != DEFAULT_PAIRS:
-        raise InputError(f"give either pairs or ratio, got pairs={pairs} and ratio={ratio!r}.")
-    if spec.attention == "block_causal" and selector != "mask_voting":
-        raise InputError(
-            f"selector {selector!r} ranks the prompt's keys by how its own rows attend to them. {spec.family} is "
-            f"block_causal: its selecting step forwards no whole block of the prompt. Use 'mask_voting'."
-        )
-    method = METHODS[selector]
-    if ratio and method.budget is not None:
-        raise InputError(f"selector {selector!r} divides a number of pairs among layers; give pairs instead of ratio.")
-    per_layer: tuple[int, ...] = ()
-    if not ratio:
-        per_layer = (pairs,)
-        if method.budget is not None:
-            per_layer = method.budget(spec, pairs)
-        elif selector == "mask_voting" and layers == "importance" and spec.layer_importance:
-            per_layer = budgets.maskkv(pairs, spec.layer_importance, boundary=boundary, beta=layer_floor)
-    select = replace(method.select, ratio=ratio, pairs=per_layer)
-    if heads:
-        select = replace(select, heads=heads)
-    if selector == "mask_voting":
-        select = replace(select, floor=head_floor)
-    return Kept(KVPlan("response", ratio=ratio, pairs=per_layer), select)
-
-
-def kept_by_dllm_serve(
-    spec: ModelSpec, ratio: float = DEFAULT_RATIO, pool: int = 3, delay: int = 1, every: int = 0, pairs: int = 0
-) -> Kept:
-    """Keys that dLLM-Serve keeps, for each head; see `dllm_serve`."""
-    return _around_block("block", ratio, pool, delay, every, pairs)
-
-
-def kept_by_sparse_dllm(
-    spec: ModelSpec, ratio: float = DEFAULT_RATIO, pool: int = 3, delay: int = 1, every: int = 0, pairs: int = 0
-) -> Kept:
-    """Keys that Sparse-dLLM keeps, the same for all heads; see `sparse_dllm`."""
-    return _around_block("shared", ratio, pool, delay, every, pairs)
-
-
-def _around_block(selector: str, ratio: float, pool: int, delay: int, every: int, pairs: int) -> Kept:
-    budget = (pairs,) if pairs else ()
-    ratio = 0.0 if pairs and ratio == DEFAULT_RATIO else ratio
-    plan = KVPlan("block", delay, every, ratio, budget)
-    return Kept(plan, SparseKV(selector, ratio, budget, pool=pool))
 
 
 @dataclass(frozen=True)
@@ -123,44 +66,19 @@ METHODS: dict[str, _Method] = {
 LAYERS = ("importance", "uniform")
 
 
-@costing(Cost("tiny_llada", "retrieval", 30, -3.3, None, None, "few_keys"))
-@caching
-def maskkv(
-    spec: ModelSpec,
-    pairs: int = DEFAULT_PAIRS,
-    ratio: float = 0.0,
-    selector: str = "mask_voting",
-    layers: str = "importance",
-    heads: str = "",
-    head_floor: float = 0.1,
-    layer_floor: float = 0.4,
-    boundary: int = 1,
-    prompt_interval: int = 50,
-    response_interval: int = 5,
-    rho: float = 0.25,
-    max_num_logits: int = 2048,
-) -> Recipe:
-    """MaskKV: of the prompt's keys, those that the response's masks attend to; the rest is evicted.
+@dataclass(frozen=True, kw_only=True)
+class MaskKVKeys(KeyOptions):
+    """Keys of the prompt that the response's masks attend to, chosen in the first step of a response.
 
     The first step of a response forwards everything. For each head it sums the attention that the prompt's positions
-    get from the response's rows, and keeps the best positions. Steps that `prompt_interval` divides forward the prompt
-    once more to give the kept positions new values. The response is updated as by dLLM-Cache: all of it every
-    `response_interval` steps, else the share `rho` of its rows whose values have changed most. Nothing else of the
-    prompt is stored, and only masked rows are projected on the vocabulary.
-
-    Paper: *Mask Tokens as Prophet: Fine-Grained Cache Eviction for Efficient dLLM Inference*, arXiv 2510.09309,
-    appendix A.2 and A.9.
-
-    There are two differences. The first layer recomputes all forwarded rows in every step, as dLLM-Cache does. If
-    logits are shifted (Dream), the prompt's last row belongs to the response.
+    get from the response's rows, and keeps the best positions.
 
     The keys of a block-causal model's prompt are final. They are prefilled, the response's first step chooses among the
     keys of whole blocks, and the pages of the others are given back. If a model encodes a denoised block and predicts
     the next token, the first step that denoises chooses, by the rows of its block. Forwards that encode before that
     step read every key. Later ones read the kept keys, as a commit does, and predict the next token from them.
 
-    Args:
-        spec: the model.
+    Attributes:
         pairs: prompt positions that a head keeps on average; at least the prompt's length keeps all.
         ratio: instead, the share of the prompt that it keeps.
         selector: "mask_voting", or an autoregressive method that MaskKV is compared with: "snapkv", "pyramidkv",
@@ -172,143 +90,229 @@ def maskkv(
         head_floor: share of a layer's pairs that its heads get alike (mask_voting; alpha in the paper).
         layer_floor: share of the pairs that layers get alike (importance; beta in the paper).
         boundary: layers at either end that count as boundary layers (importance).
-        prompt_interval, response_interval, rho: see `dllm_cache`; 50, 5 and 0.25 are the paper's.
-        max_num_logits: rows whose logits exist at a time.
     """
-    kept = kept_by_maskkv(spec, pairs, ratio, selector, layers, heads, head_floor, layer_floor, boundary)
-    return kept.on(adaptive_rows(spec, prompt_interval, response_interval, rho, max_num_logits), "maskkv")
 
+    pairs: int = DEFAULT_PAIRS
+    ratio: float = 0.0
+    selector: str = "mask_voting"
+    layers: str = "importance"
+    heads: str = ""
+    head_floor: float = 0.1
+    layer_floor: float = 0.4
+    boundary: int = 1
 
-def adaptive_rows(
-    spec: ModelSpec, prompt_interval: int, response_interval: int, rho: float, max_num_logits: int
-) -> Recipe:
-    """The rows of MaskKV's steps: those of dLLM-Cache, but a step for the prompt leaves the response alone."""
-    given = {"prompt_interval": prompt_interval, "response_interval": response_interval}
-    for name, value in given.items():
-        if type(value) is not int or value < 1:
-            raise InputError(f"{name} must be an integer of at least 1, got {value!r}.")
-    if spec.attention == "block_causal":
-        if (prompt_interval, response_interval, rho) != (50, 5, 0.25):
+    name = "maskkv"
+    papers: ClassVar[tuple[Paper, ...]] = (MASKKV.at("appendix A.2 and A.9"),)
+    window = "response"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.selector not in METHODS:
+            raise UnknownName("selector of maskkv", self.selector, METHODS)
+        if self.layers not in LAYERS:
+            raise UnknownName("layers of maskkv", self.layers, LAYERS)
+        if self.ratio and self.pairs != DEFAULT_PAIRS:
+            raise InputError(f"give either pairs or ratio, got pairs={self.pairs} and ratio={self.ratio!r}.")
+        if self.ratio and METHODS[self.selector].budget is not None:
             raise InputError(
-                f"prompt_interval, response_interval and rho say when a bidirectional model recomputes what has "
-                f"changed; {spec.family} is block_causal: a step forwards a block, and all other keys are final. Leave "
-                f"them out."
+                f"selector {self.selector!r} divides a number of pairs among layers; give pairs instead of ratio."
             )
-        return dense(spec, max_num_logits=max_num_logits)
-    plan = RowPlan(Response(), Apart(prompt_interval, response_interval))
-    passes = ReuseRows(rho, idle=True), ChunkLMHead(max_num_logits), FuseGLU()
-    return Recipe("maskkv", 1, phases_of(spec, *passes, optional=GATED), plan=plan)
+
+    def selection(self, spec: ModelSpec) -> KVSelection:
+        """See `KeyOptions`."""
+        if spec.attention == "block_causal" and self.selector != "mask_voting":
+            raise InputError(
+                f"selector {self.selector!r} ranks the prompt's keys by how its own rows attend to them. {spec.family} is "
+                f"block_causal: its selecting step forwards no whole block of the prompt. Use 'mask_voting'."
+            )
+        method, pairs = METHODS[self.selector], self._pairs(spec)
+        select = replace(method.select, ratio=self.ratio, pairs=pairs)
+        if self.heads:
+            select = replace(select, heads=self.heads)
+        if self.selector == "mask_voting":
+            select = replace(select, floor=self.head_floor)
+        return KVSelection(KVPlan(self.window, ratio=self.ratio, pairs=pairs), select)
+
+    def _pairs(self, spec: ModelSpec) -> tuple[int, ...]:
+        """Positions that a head keeps on average: one number for all layers, or one for each; () for a ratio."""
+        if self.ratio:
+            return ()
+        budget = METHODS[self.selector].budget
+        if budget is not None:
+            return budget(spec, self.pairs)
+        if self.selector == "mask_voting" and self.layers == "importance" and spec.layer_importance:
+            return budgets.maskkv(self.pairs, spec.layer_importance, boundary=self.boundary, beta=self.layer_floor)
+        return (self.pairs,)
 
 
-@costing(
-    Cost("tiny_llada", "retrieval", 60, -1.7, None, None, "few_keys"),
-    Cost("six conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -0.8, (-1.3, -0.3), 1.05, "smol"),
-)
-@caching
-def dllm_serve(
-    spec: ModelSpec,
-    ratio: float = DEFAULT_RATIO,
-    pool: int = 3,
-    delay: int = 1,
-    every: int = 0,
-    pairs: int = 0,
-    first: str = "published",
-    block_cache: str = "off",
-    max_num_logits: int = 2048,
-) -> Recipe:
+INTERVALS = (50, 5, 0.25)
+"""MaskKV's published intervals and share of rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveRows(RecipeOptions):
+    """The rows of MaskKV's steps: those of dLLM-Cache, but a step for the prompt leaves the response alone.
+
+    Attributes:
+        prompt_interval: steps from one with the prompt to the next, at least 1. MaskKV uses 50.
+        response_interval: steps from one that recomputes the response to the next, at least 1. MaskKV uses 5.
+        rho: share of the response's rows that the steps between recompute, from 0 to 1. MaskKV uses 0.25.
+    """
+
+    prompt_interval: int = INTERVALS[0]
+    response_interval: int = INTERVALS[1]
+    rho: float = INTERVALS[2]
+
+    name = "maskkv"
+    papers: ClassVar[tuple[Paper, ...]] = (DLLM_CACHE,)
+    extent = Extent.RESPONSE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_intervals(self.prompt_interval, self.response_interval)
+
+    def build(self, spec: ModelSpec) -> Recipe:
+        """See `RecipeOptions`."""
+        intervals = self.prompt_interval, self.response_interval
+        if spec.attention == "block_causal":
+            if (*intervals, self.rho) != INTERVALS:
+                raise InputError(
+                    f"prompt_interval, response_interval and rho say when a bidirectional model recomputes what has "
+                    f"changed; {spec.family} is block_causal: a step forwards a block, and all other keys are final. "
+                    f"Leave them out."
+                )
+            return Dense().build(spec)
+        passes = ReuseRows(self.rho, idle=True), ChunkLMHead(), FuseGLU()
+        phases = phases_of(spec, *passes, optional=GATED)
+        return Recipe(self.name, 1, phases, plan=RowPlan(Response(), Apart(*intervals)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskKV(MaskKVKeys, AdaptiveRows):
+    """MaskKV: of the prompt's keys, those that the response's masks attend to; the rest is evicted.
+
+    The first step of a response chooses them, see `MaskKVKeys`. Steps that `prompt_interval` divides forward the prompt
+    once more to give the kept positions new values. The response is updated as by dLLM-Cache: all of it every
+    `response_interval` steps, else the share `rho` of its rows whose values have changed most. Nothing else of the
+    prompt is stored, and only masked rows are projected on the vocabulary.
+
+    There are two differences to the paper. The first layer recomputes all forwarded rows in every step, as dLLM-Cache
+    does. If logits are shifted (Dream), the prompt's last row belongs to the response.
+    """
+
+    papers: ClassVar[tuple[Paper, ...]] = (*MaskKVKeys.papers, *AdaptiveRows.papers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeysAroundBlock(KeyOptions):
+    """Keys outside of the block that fit its mean query best, chosen anew for each block.
+
+    The first `delay` steps of a block see everything, and so does the next, which chooses. Prompt, earlier blocks and
+    the masks after the block compete in one pool. If a model encodes a denoised block and predicts the next token, the
+    forwards that encode see everything, and steps that denoise are counted.
+
+    Class attributes:
+        selector: how `SparseKV` ranks positions.
+
+    Attributes:
+        ratio: share of the positions outside of the block that a head keeps.
+        pool: width of the max-pooling; odd, 1 for none.
+        delay: steps before the one that chooses.
+        every: interval of steps of a block at which keys are chosen anew; 0 for once.
+        pairs: instead of `ratio`, number of positions that a head keeps.
+    """
+
+    ratio: float = DEFAULT_RATIO
+    pool: int = 3
+    delay: int = 1
+    every: int = 0
+    pairs: int = 0
+
+    window = "block"
+    selector: ClassVar[str]
+
+    def selection(self, spec: ModelSpec) -> KVSelection:
+        """See `KeyOptions`."""
+        pairs = (self.pairs,) if self.pairs else ()
+        ratio = 0.0 if self.pairs and self.ratio == DEFAULT_RATIO else self.ratio
+        plan = KVPlan(self.window, self.delay, self.every, ratio, pairs)
+        return KVSelection(plan, SparseKV(self.selector, ratio, pairs, pool=self.pool))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DLLMServeKeys(KeysAroundBlock):
+    """Keys that dLLM-Serve keeps, chosen by each KV head for itself; see `KeysAroundBlock`."""
+
+    name = "dllm_serve"
+    papers = (DLLM_SERVE.at("Eq. 6"),)
+    selector = "block"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseDLLMKeys(KeysAroundBlock):
+    """Keys that Sparse-dLLM keeps, the same positions for all heads; see `KeysAroundBlock`."""
+
+    name = "sparse_dllm"
+    papers = (SPARSE_DLLM,)
+    selector = "shared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRows(RecipeOptions):
+    """The rows of a block; of a bidirectional model, all rows where it starts.
+
+    Attributes:
+        delay: steps before the one that chooses.
+        block_cache: "off", "dc" or "dc+"; see `Recipe`.
+        first: former option: tokens that a block's first step commits, "policy", "position" or "published".
+    """
+
+    delay: int = 1
+    block_cache: str = "off"
+    first: str | None = former(BY_FAMILY)
+
+    name = "block"
+    extent = Extent.BLOCK
+
+    def build(self, spec: ModelSpec) -> Recipe:
+        """See `RecipeOptions`."""
+        if spec.attention == "block_causal":
+            if self.first not in (None, "published", "policy"):
+                raise InputError(
+                    f"first={self.first!r} is about the step of a block that forwards the whole canvas, but "
+                    f"{spec.family} is block_causal; leave it out."
+                )
+            return Dense(block_cache=self.block_cache).build(spec)
+        first = "policy" if not self.delay and self.first in (None, "published") else first_commit(spec, self.first)
+        plan = RowPlan(Block(), first=first)
+        return Recipe(self.name, 2, phases_of(spec, ChunkLMHead()), self.block_cache, plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DLLMServe(DLLMServeKeys, BlockRows):
     """dLLM-Serve, per request: a block's steps read the block and, for each head, the best keys around it.
 
-    Paper: *Taming the Memory Footprint Crisis: System Design for Production Diffusion LLM Serving*, arXiv 2512.17077.
-
-    The first `delay` steps of a block see everything, and so does the next, which chooses. For each KV head it chooses
-    the positions whose keys fit the block's mean query best, pooled over neighbours (Eq. 6). Prompt, earlier blocks and
-    the masks after the block compete in one pool. The steps after it forward the block alone. In a block-causal model
-    all steps do. Its steps that see everything read the cache, which keeps all keys for the blocks to come. If a model
-    encodes a denoised block and predicts the next token, the forwards that encode see everything, and steps that
-    denoise are counted.
+    A step that chooses takes, for each KV head, the positions whose keys fit the block's mean query best, pooled over
+    neighbours (Eq. 6); see `KeysAroundBlock`. The steps after it forward the block alone. In a block-causal model all
+    steps do. Its steps that see everything read the cache, which keeps all keys for the blocks to come.
 
     If a step before the one that chooses opens a block, the published code has it commit the block's first position,
     whatever its confidence. The paper does not say so. Other tokens of that step, if it decodes several, follow by
-    confidence. Here this holds on Dream, for the first position alone, and for other models with first="position".
-    There is one difference on Dream. The row before the block, which predicts its first position, goes with the block
-    in all steps; in the published code its keys compete with those of the others.
-
-    Args:
-        spec: the model.
-        ratio: share of the positions outside of the block that each head keeps.
-        pool: width of the max-pooling; odd, 1 for none.
-        delay: steps before the one that chooses.
-        every: interval of steps of a block at which keys are chosen anew; 0 for once.
-        pairs: instead of `ratio`, number of positions that each head keeps.
-        first: tokens that a block's first step commits: the policy's choice ("policy"), or the block's first position
-            alone, whatever its confidence ("position"). "published": "position" on a model with shifted logits, if
-            `delay` is at least 1; else "policy".
-        block_cache: "off", "dc" or "dc+"; see `Recipe`.
-        max_num_logits: rows whose logits exist at a time.
+    confidence. Here this holds on Dream, for the first position alone. There is one difference on Dream. The row before
+    the block, which predicts its first position, goes with the block in all steps; in the published code its keys
+    compete with those of the others.
     """
-    kept = kept_by_dllm_serve(spec, ratio, pool, delay, every, pairs)
-    return kept.on(
-        block_rows("dllm_serve", spec, _first(spec, first, delay), block_cache, max_num_logits), "dllm_serve"
-    )
 
 
-@costing(
-    Cost("tiny_llada", "retrieval", 60, -5.0, None, None, "few_keys"),
-    Cost("six conversions to smol_sdar", "GSM8K, SVAMP and MAWPS", 2692, -2.3, (-2.8, -1.8), 1.04, "smol"),
-)
-@caching
-def sparse_dllm(
-    spec: ModelSpec,
-    ratio: float = DEFAULT_RATIO,
-    pool: int = 3,
-    delay: int = 1,
-    every: int = 0,
-    pairs: int = 0,
-    first: str = "published",
-    block_cache: str = "off",
-    max_num_logits: int = 2048,
-) -> Recipe:
+@dataclass(frozen=True, kw_only=True)
+class SparseDLLM(SparseDLLMKeys, BlockRows):
     """Sparse-dLLM: a block's steps read the block and the best keys around it, the same positions for all heads.
 
-    Paper: *Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction*, arXiv 2508.02558.
-
-    It is as `dllm_serve`, with its difference on Dream. But positions are ranked by the mean over all heads, which is
+    It is as `DLLMServe`, with its difference on Dream. But positions are ranked by the mean over all heads, which is
     pooled after it is taken. Pooling makes equal scores, of which the lower positions are kept; `torch.topk` leaves the
     choice of the published code undefined. A block's first step commits the first position alone on Dream, and the
     policy's choice on LLaDA.
-
-    Args:
-        spec: the model.
-        ratio: share of the positions outside of the block that are kept.
-        pool: width of the max-pooling; odd, 1 for none.
-        delay: steps before the one that chooses.
-        every: interval of steps of a block at which keys are chosen anew; 0 for once.
-        pairs: instead of `ratio`, number of positions that are kept.
-        first: tokens that a block's first step commits; see `dllm_serve`.
-        block_cache: "off", "dc" or "dc+"; see `Recipe`.
-        max_num_logits: rows whose logits exist at a time.
     """
-    kept = kept_by_sparse_dllm(spec, ratio, pool, delay, every, pairs)
-    return kept.on(
-        block_rows("sparse_dllm", spec, _first(spec, first, delay), block_cache, max_num_logits), "sparse_dllm"
-    )
 
 
-def _first(spec: ModelSpec, first: str, delay: int) -> str:
-    """`RowPlan.first` of these recipes: tokens that a block's first step commits."""
-    if first == "published":
-        return published_first(spec) if delay and spec.attention == "bidirectional" else "policy"
-    return first
-
-
-def block_rows(name: str, spec: ModelSpec, first: str, block_cache: str, max_num_logits: int) -> Recipe:
-    """The rows of a block; of a bidirectional model, all rows where it starts."""
-    if spec.attention == "block_causal":
-        if first != "policy":
-            raise InputError(
-                f"first={first!r} is about the step of a block that forwards the whole canvas, but {spec.family} is "
-                f"block_causal; leave it out."
-            )
-        return dense(spec, block_cache, max_num_logits=max_num_logits)
-    plan = RowPlan(Block(), first=first)
-    return Recipe(name, 2, phases_of(spec, ChunkLMHead(max_num_logits)), block_cache, plan=plan)
+__getattr__ = builders(maskkv=MaskKV, dllm_serve=DLLMServe, sparse_dllm=SparseDLLM)

@@ -12,7 +12,7 @@ from dgraph.compiler.compiled_model import Result
 from dgraph.errors import PassError, VerifyError
 from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
-from dgraph.recipes import Recipe
+from dgraph.recipes import Recipe, RecipeLike
 from dgraph.testing.models import TinyModel, prompts
 from dgraph.testing.ranks import ranks
 
@@ -26,10 +26,10 @@ Options = Mapping[str, Any]
 
 def check_lossless(
     tiny: TinyModel,
-    recipe: str | Recipe,
+    recipe: RecipeLike,
     identity: Options,
     *,
-    against: str | Recipe = "dense",
+    against: RecipeLike = "dense",
     exact: bool = False,
     **decoding: Any,
 ) -> None:
@@ -60,7 +60,7 @@ def check_lossless(
                 )
 
 
-def check_batch_equals_alone(tiny: TinyModel, recipe: str | Recipe, options: Options, **decoding: Any) -> None:
+def check_batch_equals_alone(tiny: TinyModel, recipe: RecipeLike, options: Options, **decoding: Any) -> None:
     """Check that each prompt of a batch gets the tokens that it gets alone.
 
     "Alone" is the same call with a batch of one, so a prompt keeps its index in the call, on which draws depend.
@@ -75,7 +75,7 @@ def check_batch_equals_alone(tiny: TinyModel, recipe: str | Recipe, options: Opt
         )
 
 
-def check_backends_agree(tiny: TinyModel, recipe: str | Recipe, options: Options, **decoding: Any) -> None:
+def check_backends_agree(tiny: TinyModel, recipe: RecipeLike, options: Options, **decoding: Any) -> None:
     """Check that Inductor's regions give the tokens that the graph gives op by op. Compiling takes some ten seconds."""
     eager = _run(tiny, recipe, options, **decoding)
     compiled = _run(tiny, recipe, options, backend="inductor", buckets="fine", **decoding)
@@ -83,7 +83,7 @@ def check_backends_agree(tiny: TinyModel, recipe: str | Recipe, options: Options
 
 
 def check_ranks_agree(
-    tiny: TinyModel, recipe: str | Recipe, options: Options, *, world: int = 2, **decoding: Any
+    tiny: TinyModel, recipe: RecipeLike, options: Options, *, world: int = 2, **decoding: Any
 ) -> None:
     """Check that ranks that have some heads each (tensor parallelism) give one process's tokens.
 
@@ -101,7 +101,7 @@ def check_ranks_agree(
 
 def check_against(
     tiny: TinyModel,
-    recipe: str | Recipe,
+    recipe: RecipeLike,
     options: Options,
     oracle: Callable[[TinyModel, list[int], Options], list[int]],
     **decoding: Any,
@@ -124,7 +124,7 @@ def check_against(
         )
 
 
-def check_effects(tiny: TinyModel, recipe: str | Recipe, options: Options) -> None:
+def check_effects(tiny: TinyModel, recipe: RecipeLike, options: Options) -> None:
     """Check that each pass of a recipe has the numerical effect that its `Effect` declares.
 
     See `dgraph.numerics.check_effects`.
@@ -135,9 +135,7 @@ def check_effects(tiny: TinyModel, recipe: str | Recipe, options: Options) -> No
         raise AssertionError(f"{tiny}: {error}") from error
 
 
-def check_fires(
-    tiny: TinyModel, recipe: str | Recipe, options: Options, step: str, layers: Sequence[int | None]
-) -> None:
+def check_fires(tiny: TinyModel, recipe: RecipeLike, options: Options, step: str, layers: Sequence[int | None]) -> None:
     """Check that a pass of a recipe's step program fires once in each of these layers, in order, and nowhere else.
 
     Args:
@@ -182,7 +180,7 @@ def _settings(decoding: Options) -> dict[str, Any]:
 
 def _run(
     tiny: TinyModel,
-    recipe: str | Recipe,
+    recipe: RecipeLike,
     options: Options,
     *,
     backend: str = "eager",
@@ -198,5 +196,5 @@ def _same_tokens(tiny: TinyModel, got: Result, wanted: Result, mine: str, other:
         assert a == b, f"{tiny}: prompt {index} gets {a} under {mine} and {b} under {other}"
 
 
-def _name(recipe: str | Recipe) -> str:
+def _name(recipe: RecipeLike) -> str:
     return recipe if isinstance(recipe, str) else recipe.name

@@ -17,7 +17,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes import QuantizeWeights, ShardTensorParallel
 from dgraph.passes.manager import run_passes
-from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.recipes import RECIPES, Recipe, RecipeLike, build
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,12 +48,12 @@ class TinyModel:
         """The same model with quantised weights."""
         return _quantised(self, step)
 
-    def recipe(self, recipe: str | Recipe, **options: object) -> Recipe:
+    def recipe(self, recipe: RecipeLike, **options: object) -> Recipe:
         """A recipe for this model; see `dgraph.recipe`."""
         return build(RECIPES, recipe, self.model.spec, dict(options))
 
     def optimized(
-        self, recipe: str | Recipe, backend: str = "eager", buckets: str = "exact", **options: object
+        self, recipe: RecipeLike, backend: str = "eager", buckets: str = "exact", **options: object
     ) -> Optimized:
         """The model under a recipe, as `dgraph.optimize` gives it; equal recipes share one result."""
         return _optimized(self, self.recipe(recipe, **options), backend, buckets)
@@ -62,7 +62,7 @@ class TinyModel:
         self,
         rank: int,
         world: int,
-        recipe: str | Recipe,
+        recipe: RecipeLike,
         backend: str = "eager",
         buckets: str = "exact",
         experts: str = "split",

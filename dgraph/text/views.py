@@ -19,7 +19,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.passes.base import Pass
 from dgraph.passes.manager import run_passes
 from dgraph.passes.shard_tensor_parallel import ShardTensorParallel
-from dgraph.recipes import RECIPES, Recipe, build, options_of
+from dgraph.recipes import RECIPES, RecipeLike, build, options_of
 from dgraph.text.diff import Diff
 from dgraph.text.diff import diff as diff_graphs
 from dgraph.text.explain import Explanation
@@ -32,7 +32,7 @@ CAPTURED = "captured"
 
 def graph_of(
     model: Any,
-    recipe: str | Recipe | None = None,
+    recipe: RecipeLike | None = None,
     phase: str = "step",
     after: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -62,7 +62,7 @@ def graph_of(
     if after is not None and not isinstance(after, str):
         raise InputError(
             f"after is the name of a pass here, got {after!r}; a recipe's own option `after` goes into the recipe: "
-            f"recipe=dgraph.recipe('focus', spec, after={after!r})."
+            f"recipe=dgraph.recipes.Vicinity(after={after!r})."
         )
     if isinstance(model, Optimized):
         if recipe is not None or options:
@@ -82,7 +82,7 @@ def graph_of(
 
 def dump(
     model: Any,
-    recipe: str | Recipe | None = None,
+    recipe: RecipeLike | None = None,
     phase: str = "step",
     after: str | None = None,
     layer: int | None = None,
@@ -107,8 +107,8 @@ def dump(
 
 def diff(
     model: Any,
-    from_: str | Recipe = "dense",
-    to: str | Recipe = "focus",
+    from_: RecipeLike = "dense",
+    to: RecipeLike = "focus",
     phase: str = "step",
     facts: Mapping[str, Any] | None = None,
     tp: int | None = None,
@@ -141,14 +141,14 @@ def diff(
         own = {k: v for k, v in options.items() if recipe in named and k in options_of(RECIPES[str(recipe)])}
         graphs.append(graph_of(graph, recipe, phase, options=own))
         names.append(
-            CAPTURED if recipe == CAPTURED else f"{recipe.name if isinstance(recipe, Recipe) else recipe} {phase}"
+            CAPTURED if recipe == CAPTURED else f"{recipe if isinstance(recipe, str) else recipe.name} {phase}"
         )
     return diff_graphs(graphs[0], graphs[1], (names[0], names[1]))
 
 
 def explain(
     model: Any,
-    recipe: str | Recipe = "focus",
+    recipe: RecipeLike = "focus",
     buckets: str | Sequence[int] | None = None,
     facts: Mapping[str, Any] | None = None,
     weights: Weights = None,
@@ -207,7 +207,7 @@ def _is_made(**given: object) -> None:
             raise InputError(f"this model is optimized already, with its own ranks and weights; leave {name} out.")
 
 
-def _known(recipe: str | Recipe) -> None:
+def _known(recipe: RecipeLike) -> None:
     """Refuse an unknown name before a model is loaded."""
     if isinstance(recipe, str) and recipe != CAPTURED and recipe not in RECIPES:
         raise UnknownName("recipe", recipe, [*RECIPES.names(), CAPTURED])

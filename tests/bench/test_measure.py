@@ -36,7 +36,7 @@ from dgraph.passes import (
     QuantizeWeights,
 )
 from dgraph.passes.base import Pass
-from dgraph.recipes import RECIPES, Recipe, build
+from dgraph.recipes import RECIPES, Ablation, Recipe, build
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Renoise
 from dgraph.testing import models
@@ -68,7 +68,7 @@ def recipe(model: Model, name: str, **options: object) -> Recipe:
 
 @pytest.fixture(scope="module")
 def scripted(model: Model) -> Optimized:
-    return optimize(model, "focus", backend="eager", select="scripted")
+    return optimize(model, "focus", backend="eager", ablation=Ablation(select="scripted"))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,10 @@ def bench(model: Model) -> Bench:
 
 
 def test_arms_under_a_script_commit_the_same_in_every_step(model: Model, bench: Bench) -> None:
-    arms = [Arm("dense", recipe(model, "dense")), Arm("focus", recipe(model, "focus", select="scripted"))]
+    arms = [
+        Arm("dense", recipe(model, "dense")),
+        Arm("focus", recipe(model, "focus", ablation=Ablation(select="scripted"))),
+    ]
     dense, focus = (bench(arm) for arm in arms)
     assert dense.committed == focus.committed
     assert dense.steps == focus.steps == len(dense.committed)
@@ -97,7 +100,7 @@ def test_arms_under_a_script_commit_the_same_in_every_step(model: Model, bench: 
 @pytest.mark.parametrize("recommit", [False, True])
 def test_the_rows_are_those_of_the_trace(model: Model, recommit: bool) -> None:
     """Whole blocks of one prompt, from the trace's first history on."""
-    program = optimize(model, "focus", backend="eager", select="scripted", recommit=recommit)
+    program = optimize(model, "focus", backend="eager", ablation=Ablation(select="scripted"), recommit=recommit)
     counter = Counter(evicts=True)
     blocks = len(TRACE.histories)
     prompt = [[3] * (BLOCK * blocks)]  # its decoded blocks have the numbers blocks, blocks + 1, ...

@@ -15,6 +15,7 @@ import dgraph
 from dgraph.bench.load import endless, named
 from dgraph.bench.record import obstacle, record, report, text_prompts
 from dgraph.errors import InputError
+from dgraph.recipes import Ablation
 from dgraph.runtime.loop.scripted_policy import SPREAD, BlockStep, selections
 from dgraph.runtime.policies import policy_of
 from dgraph.runtime.stats import StepRecord
@@ -76,7 +77,7 @@ def test_random_weights_commit_and_keep_what_was_recorded(folder: Path, form: st
     for history in trace.histories:
         for step, (_, kept) in zip(history, selections(history, BLOCK), strict=True):
             assert set(step.kept or ()) == kept, "what was kept is closed under the rules of the selection"
-    focus, stats = follow(folder, facts, trace, "focus", select="scripted")
+    focus, stats = follow(folder, facts, trace, "focus", ablation=Ablation(select="scripted"))
     dense, counted = follow(folder, facts, trace, "dense")
     followed = 0
     for (prompt, start), steps in focus.steps.items():
@@ -98,7 +99,7 @@ def test_a_model_that_begins_all_masked_takes_as_many_steps(folder: Path, form: 
     """It commits the known token with those of the first step."""
     model = endless(dgraph.load(folder, **FORMS[form]))
     trace = record(model, TEXTS, decoding=dgraph.Decoding(threshold=0.5, max_new_tokens=NEW), backend="eager").trace
-    watch, _ = follow(folder, {}, trace, "focus", select="scripted")
+    watch, _ = follow(folder, {}, trace, "focus", ablation=Ablation(select="scripted"))
     whole = 0
     for (prompt, start), steps in watch.steps.items():
         if sum(len(step.committed) for step in steps) == BLOCK:

@@ -43,7 +43,7 @@ GENERATE = [
     ((*PROMPT, "-o", "alpha=0.9"), ("alpha must be at least 1", "got 0.9")),
     ((*PROMPT, "-o", "alpha=much"), ("option alpha is a number",)),
     ((*PROMPT, "-o", "block_cache=dc++"), ("block_cache must be one of 'off', 'dc', 'dc+'",)),
-    ((*PROMPT, "-o", "after=9"), ("after=9 is not a layer of this model",)),
+    ((*PROMPT, "-o", "ablation=after=9"), ("after=9 is not a layer of this model",)),
     ((*PROMPT, "--threshold", 0), ("threshold is a probability in (0, 1], got 0",)),
     ((*PROMPT, "--threshold", 1.5), ("threshold is a probability in (0, 1], got 1.5",)),
     ((*PROMPT, "--threshold", 0.9, "--steps", 4), ("give either threshold (0.9) or steps (4), not both",)),
@@ -87,7 +87,7 @@ VIEWS = [
     (("dump",), ("--html", "no/such/folder/page.html"), ("--html no/such/folder/page.html cannot be written",)),
     (("diff",), ("--from", "dense", "--to", "focsu"), ("unknown recipe 'focsu'. Did you mean 'focus'",)),
     (("diff",), ("-o", "alpha=0.5"), ("alpha must be at least 1",)),
-    (("explain",), ("-r", "focus", "-o", "signal=dleta"), ("signal must be one of 'delta', 'importance'",)),
+    (("explain",), ("-r", "focus", "-o", "ablation=signal=dleta"), ("signal must be one of 'delta', 'importance'",)),
 ]
 
 

@@ -88,7 +88,7 @@ def test_a_random_shape_writes_json_and_a_plot(run: Run, tiny_shape: str, trace:
     assert "ratio" in header
     found = json.loads((tmp_path / "out.json").read_text())
     dense, focus = found["arms"]
-    assert [dense["label"], focus["label"]] == ["dense", "focus, select=scripted"]
+    assert [dense["label"], focus["label"]] == ["dense", "focus, ablation=select=scripted"]
     assert dense["committed"] == focus["committed"]
     assert found["setting"]["model"]["layers"] == 2
     assert min(arm["floor_ms"]["total"] for arm in (dense, focus)) > 0
@@ -165,7 +165,7 @@ BAD = [
     (("-r", "focsu"), ("unknown recipe 'focsu'. Did you mean 'focus'",)),
     (("--against", "dens"), ("unknown recipe 'dens'. Did you mean 'dense'",)),
     (("-o", "alpha=0.5"), ("alpha must be at least 1",)),
-    (("-o", "select=scripted"), ("give --commits with a trace that has kept columns",)),
+    (("-o", "ablation=select=scripted"), ("give --commits with a trace that has kept columns",)),
     (("--layers", 2), ("--layers is for --shape",)),
     (("--batch", 0), ("--batch must be at least 1, got 0",)),
     (("--tokens", 0), ("--tokens must be at least 1, got 0",)),

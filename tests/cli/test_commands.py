@@ -134,7 +134,7 @@ def test_dump_after_passes(run: Run, folder: Path) -> None:
     assert "dgraph.importance" in run("dump", folder, "-r", "focus").stdout
     assert "dgraph.importance" not in run("dump", folder, "-r", "focus", "--after", "CacheKV").stdout
     assert "return nothing" in run("dump", folder, "-r", "focus", "--phase", "prefill").stdout
-    earlier = run("dump", folder, "-r", "focus", "-o", "after=0", "-o", "signal=importance")
+    earlier = run("dump", folder, "-r", "focus", "-o", "ablation=after=0+signal=importance")
     assert "EvictTokens(alpha=1.5, after=0, signal='importance'" in earlier.stdout
     found = one_object(run("dump", folder, "-r", "focus", "-o", "alpha=inf", "--json"))
     assert found["spec"]["layers"] == LAYERS

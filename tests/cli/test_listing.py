@@ -54,8 +54,29 @@ def test_a_package_that_adds_a_recipe_is_listed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(listing, "entry_points", plugins.entry_points)
     plugins.load.cache_clear()
     found = {entry["recipe"]: entry for entry in listing.listed("recipes")}
-    assert found["mine"] == {"recipe": "mine", "summary": "Nothing new.", "costs": [], "options": {"size": 3}}
+    every = {"max_num_logits": None, "kv_dtype": None}
+    assert found["mine"].pop("meaning").keys() == {"size", *every}
+    assert found["mine"] == {
+        "recipe": "mine",
+        "summary": "Nothing new.",
+        "papers": [],
+        "costs": [],
+        "options": {"size": 3, **every},
+    }
     assert "focus" in found
+
+
+def test_a_recipe_explains_its_options(run: Run) -> None:
+    shown = run("recipes", "focus").stdout
+    assert "Paper: FOCUS: DLLMs Know How to Tame Their Compute Bound, arXiv 2601.23278" in shown
+    assert "CPU, 2 cores (x86_64), 2026-11-23, a1f947a" in shown
+    words = " ".join(shown.split())
+    assert "retention over the average number of decoded tokens per step, at least 1" in words
+    assert "signal=delta+select=top+keep=0+signal_pool=3+after=1" in words
+    (entry,) = json.loads(run("recipes", "focus", "--json").stdout)["recipes"]
+    assert entry["options"].keys() == entry["meaning"].keys() >= {"alpha", "ablation", "kv_dtype"}
+    assert "signal" not in entry["options"], "former options are not shown"
+    assert "Did you mean 'focus'" in run("recipes", "focsu").stderr
 
 
 def mine(spec: Any, size: int = 3) -> Any:

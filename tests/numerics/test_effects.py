@@ -22,7 +22,7 @@ from dgraph.passes import (
     QuantizeWeights,
     ShardTensorParallel,
 )
-from dgraph.recipes import RECIPES, Phase, Recipe
+from dgraph.recipes import RECIPES, Ablation, Phase, Recipe
 from dgraph.testing import TinyModel, models
 from dgraph.testing import check_effects as check_effects_of
 from tests.numerics.wrong import Halves, HonestHalves, Hopeless, Promised, Rename, Scale, ZeroWeight
@@ -31,8 +31,8 @@ LLADA, SDAR = models(None, "llada", "sdar")
 OTHERS = models(None, "dream", "fast_dllm_v2", "llada2", "diffusion_gemma")
 OPTIONS = [
     ("dense", {"kv_dtype": "fp8"}),
-    ("focus", {"count": "device", "select": "scripted"}),
-    ("focus", {"full_steps": 1, "keep": 2}),
+    ("focus", {"count": "device", "ablation": Ablation(select="scripted")}),
+    ("focus", {"full_steps": 1, "ablation": Ablation(keep=2)}),
     ("dyllm", {"update": False}),
     ("maskkv", {"heads": "adaptive"}),
     ("sparse_dllm", {"kv_dtype": "fp8"}),

@@ -10,6 +10,7 @@ import torch
 
 from tests.amounts import every_value, first_cases
 from tests.kv import kv_pairs
+from tests.recipes.ablations import focus_options
 from tests.recipes.block_causal import Setup, check, optimized, prompts_for, setup_for
 
 
@@ -39,13 +40,13 @@ FOCUS_CASES = {
 @every_value(("block", [16, 32, 64]), ("case", ["defaults", "as published", "no recommit"]))
 def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, case: str) -> None:
     setup, options = setups[block], FOCUS_CASES[case]
-    check(setup, block, optimized(setup, "focus", **options), {"threshold": 0.6}, options)
+    check(setup, block, optimized(setup, "focus", **focus_options(options)), {"threshold": 0.6}, options)
 
 
 @first_cases(9, "case", FOCUS_CASES)
 def test_focus_options(setups: dict[int, Setup], case: str) -> None:
     options = FOCUS_CASES[case]
-    check(setups[32], 32, optimized(setups[32], "focus", **options), {"threshold": 0.7}, options)
+    check(setups[32], 32, optimized(setups[32], "focus", **focus_options(options)), {"threshold": 0.7}, options)
 
 
 @pytest.mark.parametrize("steps", [8, 32])

@@ -15,6 +15,7 @@ from dgraph.compiler.compiled_model import Optimized
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
+from dgraph.recipes import Ablation
 from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.policies import policy_of
@@ -27,6 +28,7 @@ from tests.oracle import canvas as oracle
 from tests.oracle import dream, llada
 from tests.oracle.qwen3 import Cache
 from tests.oracle.scoring import Eviction
+from tests.recipes.ablations import focus_options
 from tests.recipes.bidirectional import FAMILIES, LAYERS, MASK, VOCAB, Setup, prompts_for, setup_of
 from tests.runtime.recorder import Recorder
 
@@ -311,8 +313,8 @@ def test_other_blocks(setups: dict[str, Setup], family: str, case: str, block: i
 
 @every_value(("family", FAMILIES), ("case", FOCUS))
 def test_focus(setups: dict[str, Setup], family: str, case: str) -> None:
-    options = FOCUS[case]
-    check_focus(setups[family], 16, setups[family].optimized("focus", 16, **options), "high threshold", options)
+    run = setups[family].optimized("focus", 16, **focus_options(FOCUS[case]))
+    check_focus(setups[family], 16, run, "high threshold", FOCUS[case])
 
 
 @every_pair(("family", FAMILIES), ("block", [8, 32]), ("rule", ["steps", "dream"]))
@@ -330,7 +332,8 @@ def test_focus_with_rows_counted_on_the_device(setups: dict[str, Setup], family:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_focus_with_a_fixed_number_of_rows(setups: dict[str, Setup], family: str) -> None:
     """A full step evicts nothing, whatever the budget: what it leaves out has no keys that others could see."""
-    check_focus(setups[family], 16, setups[family].optimized("focus", 16, keep=4), "high threshold", {"keep": 4})
+    run = setups[family].optimized("focus", 16, ablation=Ablation(keep=4))
+    check_focus(setups[family], 16, run, "high threshold", {"keep": 4})
 
 
 @every_pair(("family", FAMILIES), ("case", GREEDY), ("rule", FORESEEING))

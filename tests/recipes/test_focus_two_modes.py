@@ -16,6 +16,7 @@ import dgraph
 from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
 from dgraph.passes import EvictTokens
+from dgraph.recipes import Ablation
 from dgraph.runtime.decoding import Decoding
 from dgraph.testing import models
 from tests.amounts import every_value
@@ -131,8 +132,10 @@ def test_other_blocks_and_thresholds(form: str, block: int, threshold: float) ->
 
 def test_a_stop_token_ends_a_sequence() -> None:
     setup = setup_of("shift", stops=True)
-    ended = check(setup, optimized(setup, "focus", after=2), {"after": 2})
-    assert len(ended) < len(check(setup_of("shift"), optimized(setup_of("shift"), "focus", after=2), {"after": 2}))
+    ended = check(setup, optimized(setup, "focus", ablation=Ablation(after=2)), {"after": 2})
+    assert len(ended) < len(
+        check(setup_of("shift"), optimized(setup_of("shift"), "focus", ablation=Ablation(after=2)), {"after": 2})
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import weakref
-from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dgraph
-from dgraph.errors import InputError, PassError, UnknownName
+from dgraph.errors import DgraphWarning, InputError, PassError, UnknownName
 from dgraph.ir.graph import Graph
 from dgraph.passes import (
+    PASSES,
     BoundRows,
     CacheKV,
     ChunkLMHead,
@@ -29,7 +31,23 @@ from dgraph.passes import (
     SlotKV,
 )
 from dgraph.passes.base import Effect, Pass, Report, pass_from_json
-from dgraph.recipes import RECIPES, Phase, Recipe, build, costs_of, options_of
+from dgraph.plans import papers
+from dgraph.plans.papers import OURS, Paper
+from dgraph.recipes import (
+    RECIPES,
+    Ablation,
+    Builder,
+    Cost,
+    Focus,
+    MaskKVKeys,
+    Phase,
+    Recipe,
+    build,
+    caching,
+    costing,
+    costs_of,
+    options_of,
+)
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
 
@@ -58,10 +76,11 @@ def test_focus_is_dense_with_an_eviction() -> None:
 
 
 def test_options_reach_their_pass() -> None:
-    of_pass = {"alpha": 2.0, "after": 2, "signal": "importance", "select": "bottom", "keep": 4}
-    focus = recipe("focus", **of_pass, signal_pool=5, full_steps=0, max_num_logits=7)
+    of_pass = {"after": 2, "signal": "importance", "select": "bottom", "keep": 4}
+    ablation = Ablation(**of_pass, signal_pool=5)
+    focus = recipe("focus", alpha=2.0, ablation=ablation, full_steps=0, max_num_logits=7)
     evict, head = focus.phase("step").passes[-2:]
-    assert evict == EvictTokens(**of_pass, pool=5)
+    assert evict == EvictTokens(alpha=2.0, **of_pass, pool=5)
     assert head == ChunkLMHead(7)
     counted = recipe("focus", count="device").phase("step")
     assert counted.passes == (*recipe("focus").phase("step").passes, CountRows(), FuseGLU(), BoundRows())
@@ -76,31 +95,129 @@ def test_options_and_their_defaults() -> None:
     assert options_of(RECIPES["dense"]) == {
         "block_cache": "off",
         "recommit": True,
-        "max_num_logits": 2048,
         "rings": True,
+        "max_num_logits": None,
         "kv_dtype": None,
     }
-    assert options_of(RECIPES["focus"]) == {
+    focus = {
         "alpha": 1.5,
-        "after": 1,
-        "signal": "delta",
-        "select": "top",
-        "keep": 0,
-        "signal_pool": 3,
+        "ablation": Ablation(),
         "full_steps": None,
         "block_cache": "dc+",
         "recommit": True,
-        "max_num_logits": 2048,
         "count": "host",
+        "max_num_logits": None,
         "kv_dtype": None,
     }
+    assert {option.name: option.default for option in RECIPES["focus"].listed} == focus
+    former = dict.fromkeys(("signal", "select", "keep", "signal_pool", "after"))
+    assert options_of(RECIPES["focus"]) == {**focus, **former}
     for name, builder in RECIPES.items():
-        if "+" in name:  # the options of its parts, documented there
+        if "+" in name:
             parts = [options_of(RECIPES[part]) for part in name.split("+")]
             assert options_of(builder).items() <= {**parts[0], **parts[1]}.items()
+        assert [option.name for option in builder.accepted if not option.doc] == [], name
+
+
+def test_a_step_keeps_2048_rows_of_logits_unless_an_option_says_otherwise() -> None:
+    assert (recipe("dense").logit_rows, recipe("dense", max_num_logits=9).logit_rows) == (2048, 9)
+
+
+def test_options_are_a_recipe_too() -> None:
+    assert build(RECIPES, Focus(alpha=2.0, kv_dtype="fp8"), SPEC, {}) == recipe("focus", alpha=2.0, kv_dtype="fp8")
+    assert RECIPES["focus"](SPEC, alpha=2.0) == recipe("focus", alpha=2.0)
+    assert Focus(alpha=2.0) == Focus(alpha=2.0) != Focus()
+    with pytest.raises(InputError, match="options alpha were given beside a finished recipe"):
+        build(RECIPES, Focus(), SPEC, {"alpha": 2.0})
+    with pytest.raises(InputError, match=r"ablation must be a dgraph.recipes.Ablation, got 'delta'"):
+        Focus(ablation="delta")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "former", "now"),
+    [
+        ("focus", {"signal": "importance", "after": 2}, {"ablation": Ablation(signal="importance", after=2)}),
+        ("focus", {"select": "random", "keep": 4}, {"ablation": Ablation(select="random", keep=4)}),
+        ("focus", {"signal_pool": 5, "ablation": Ablation(after=2)}, {"ablation": Ablation(signal_pool=5, after=2)}),
+        ("maskkv+focus", {"after": 2}, {"ablation": Ablation(after=2)}),
+    ],
+)
+def test_former_options_still_work(name: str, former: dict[str, Any], now: dict[str, Any]) -> None:
+    old = [option for option in former if option != "ablation"]
+    with pytest.warns(DgraphWarning) as told:
+        assert recipe(name, **former) == recipe(name, **now)
+    said = " ".join(str(each.message) for each in told)
+    assert all(f"the option {option!r} goes with the next release" in said for option in old)
+
+
+@pytest.mark.parametrize("name", ["fast_dllm", "dllm_serve", "sparse_dllm"])
+def test_the_family_decides_the_first_commit_of_a_block(name: str) -> None:
+    for shift, family, other in ((0, "policy", "position"), (1, "position", "policy")):
+        spec = replace(SPEC, attention="bidirectional", logit_shift=shift)
+        made = build(RECIPES, name, spec, {})
+        assert made.plan is not None
+        assert made.plan.first == family
+        for first, expected in ((other, other), ("published", family)):
+            with pytest.warns(DgraphWarning, match="leave it out, the model's family decides it"):
+                plan = build(RECIPES, name, spec, {"first": first}).plan
+            assert plan is not None
+            assert plan.first == expected
+
+
+def test_former_builder_functions_still_work() -> None:
+    from dgraph.recipes import bidirectional, sparse
+
+    with pytest.warns(DgraphWarning, match=r"fast_dllm goes with release 0\.3; use dgraph\.recipes\.FastDLLM"):
+        old = bidirectional.fast_dllm
+    spec = replace(SPEC, attention="bidirectional")
+    assert old(spec, cache="prefix") == build(RECIPES, "fast_dllm", spec, {"cache": "prefix"})
+    with pytest.raises(AttributeError):
+        sparse.fast_dllm  # noqa: B018
+    with pytest.warns(DgraphWarning, match="caching goes with release"):
+        assert caching(old) is old
+    with pytest.warns(DgraphWarning, match="costing goes with release"):
+
+        @costing(Cost("tiny_sdar", "its tasks", 4, 1.0, None, None, "mine"))
+        def mine(spec: ModelSpec) -> Recipe:
+            """Mine."""
+            return recipe("dense")
+
+    assert costs_of(mine)[0].page == "mine"
+
+
+def test_every_recipe_and_pass_names_its_papers_or_is_ours() -> None:
+    for name, builder in RECIPES.items():
+        assert builder.options.papers, name
+        assert all(isinstance(paper, Paper) for paper in builder.options.papers), name
+    assert RECIPES["maskkv+focus"].options.papers == (*MaskKVKeys.papers, *Focus.papers)
+    assert [name for name, step in PASSES.items() if not step.papers] == []
+    assert RECIPES["dense"].options.papers == OURS
+
+
+def test_the_page_of_papers_lists_every_paper() -> None:
+    """With its title, and no other under its number."""
+    page = (Path(__file__).parents[2] / "docs" / "references.md").read_text()
+    listed = {
+        number: " ".join(title.split())
+        for title, number in re.findall(r"\*([^*]+)\*,\s+\[arXiv ([0-9.]+)\]\(https://arxiv\.org/abs/\2\)", page)
+    }
+    declared = {paper.arxiv: paper.title for paper in vars(papers).values() if isinstance(paper, Paper)}
+    assert declared.items() <= listed.items()
+    outside = {"2508.14148", "2509.24014", "2511.05664"}
+    assert set(re.findall(r"arxiv\.org/abs/([0-9.]+)", page)) == set(declared) | outside
+
+
+def test_recipes_do_what_they_declare() -> None:
+    """The rows that a step forwards, and values that it carries over."""
+    spec = replace(SPEC, attention="bidirectional")
+    for name, builder in RECIPES.items():
+        if "+" in name:
             continue
-        documented = (builder.__doc__ or "").split("Args:")[1]
-        assert all(f"{option}:" in documented or f"{option}, " in documented for option in options_of(builder)), name
+        made = builder(spec)
+        assert made.plan is not None
+        assert made.plan.region.extent is builder.options.extent, name
+        carried = {p.carries for phase in made.phases for p in phase.passes} - {""}
+        assert carried == {builder.options.carries} - {""}, name
 
 
 def test_defaults_say_what_they_cost() -> None:
@@ -112,6 +229,8 @@ def test_defaults_say_what_they_cost() -> None:
     for name in measured:
         for cost in costs[name]:
             assert name in (pages / f"{cost.page}.md").read_text().lower(), cost
+            assert all((cost.hardware, cost.commit)), cost
+            assert date.fromisoformat(cost.date).year == 2026
             assert cost.within is None or cost.within[0] <= cost.points <= cost.within[1]
     assert str(costs["focus"][0]).startswith("+0.0 points (-2.1 to +2.1), 1.11 x the steps: tiny_sdar, 160 prompts of")
     assert str(costs["maskkv"][0]) == "-3.3 points: tiny_llada, 30 prompts of retrieval"
@@ -143,7 +262,7 @@ def test_a_recipe_is_a_value() -> None:
         ("focus", {}),
         ("focus", {"alpha": math.inf, "block_cache": "off"}),
         ("focus", {"count": "device"}),
-        ("focus", {"alpha": 1.2, "after": 3, "signal": "importance", "select": "random", "keep": 8}),
+        ("focus", {"alpha": 1.2, "ablation": Ablation("importance", "random", keep=8, after=3)}),
     ],
 )
 def test_json_says_all_of_a_recipe(name: str, options: dict[str, Any]) -> None:
@@ -203,7 +322,7 @@ def test_json_tells_recipes_apart() -> None:
             ("focus", {}),
             ("focus", {"alpha": math.inf}),
             ("focus", {"recommit": False}),
-            ("focus", {"keep": 4}),
+            ("focus", {"ablation": Ablation(keep=4)}),
         )
     ]
     assert len(set(texts)) == len(texts)
@@ -238,11 +357,11 @@ def test_unknown_names_have_the_closest_matches(name: str, options: dict[str, An
         ("focus", {"alpha": 0.5}, r"alpha must be at least 1"),
         ("focus", {"full_steps": "1"}, r"full_steps must be an integer, got '1'"),
         ("focus", {"full_steps": -1}, r"full_steps must be at least 0"),
-        ("focus", {"after": 0}, r"after must be a layer of at least 1"),
-        ("focus", {"after": "1"}, r"after must be an integer, got '1'"),
-        ("focus", {"signal": "d"}, r"signal must be one of"),
-        ("focus", {"select": 3}, r"select must be one of .*got 3"),
-        ("focus", {"keep": -2}, r"keep must be 0"),
+        ("focus", {"ablation": Ablation(after=0)}, r"after must be a layer of at least 1"),
+        ("focus", {"ablation": Ablation(after="1")}, r"after must be an integer, got '1'"),  # type: ignore[arg-type]
+        ("focus", {"ablation": Ablation(signal="d")}, r"signal must be one of"),
+        ("focus", {"ablation": Ablation(select="3")}, r"select must be one of .*got '3'"),
+        ("focus", {"ablation": Ablation(keep=-2)}, r"keep must be 0"),
         ("focus", {"block_cache": "DC"}, r"block_cache must be one of 'off', 'dc', 'dc\+', got 'DC'"),
         ("focus", {"count": "gpu"}, r"count must be one of 'host', 'device', got 'gpu'"),
         ("dense", {"recommit": 1}, r"recommit must be True or False, got 1"),
@@ -336,7 +455,7 @@ def test_another_projects_recipe_is_built_like_ours() -> None:
         """Keeps the first layers."""
         return Recipe("mine", 3, (Phase("step", (EvictTokens(after=depth),)),))
 
-    builders: dict[str, Callable[..., Recipe]] = {**RECIPES, "mine": mine}
+    builders = {**RECIPES, "mine": Builder.of("mine", mine)}
     assert build(builders, "mine", SPEC, {"depth": 3}).phase("step").passes == (EvictTokens(after=3),)
     with pytest.raises(UnknownName, match="Did you mean 'depth'"):
         build(builders, "mine", SPEC, {"depht": 3})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -31,8 +31,21 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
-from dgraph.recipes import RECIPES, Recipe, build, check_recipe, options_of
-from dgraph.recipes.compose import COMBINATIONS, KEEPERS, REFUSED, ROWS
+from dgraph.recipes import (
+    RECIPES,
+    Ablation,
+    DyLLM,
+    Focus,
+    KeyOptions,
+    MaskKVKeys,
+    Recipe,
+    RecipeOptions,
+    build,
+    check_recipe,
+    options_of,
+)
+from dgraph.recipes.compose import combine
+from dgraph.recipes.dense import ending, phases_of
 from tests.recipes import block_dyllm
 from tests.recipes.bidirectional import prompts_for, setup_of
 from tests.recipes.block_causal import optimized
@@ -40,7 +53,7 @@ from tests.tiny import tiny_spec
 
 BOTH, CAUSAL = tiny_spec(attention="bidirectional"), tiny_spec()
 ALL = 999
-SPARSE = [*KEEPERS, *COMBINATIONS]
+SPARSE = [name for name, builder in RECIPES.items() if issubclass(builder.options, KeyOptions)]
 
 # -- limits -------------------------------------------------------------------------------------------------------
 
@@ -60,8 +73,8 @@ LIMITS: dict[str, tuple[Named, Named]] = {
         ("dllm_cache", {"prompt_interval": 4, "response_interval": 2, "rho": 0.4}),
     ),
     "maskkv+focus": (
-        ("maskkv+focus", {"pairs": ALL, "alpha": 1.2, "after": 2, "block_cache": "dc"}),
-        ("focus", {"alpha": 1.2, "after": 2, "block_cache": "dc"}),
+        ("maskkv+focus", {"pairs": ALL, "alpha": 1.2, "ablation": Ablation(after=2), "block_cache": "dc"}),
+        ("focus", {"alpha": 1.2, "ablation": Ablation(after=2), "block_cache": "dc"}),
     ),
     "maskkv+fast_dllm": (("maskkv+fast_dllm", {"pairs": ALL, "selector": "h2o"}), ("fast_dllm", {})),
     "maskkv+fast_dllm, prefix": (
@@ -178,7 +191,7 @@ def test_phases_and_plans() -> None:
 def test_options_of_a_combination_reach_both_parts() -> None:
     options = options_of(RECIPES["dllm_serve+fast_dllm"])
     assert set(options) >= {"ratio", "pool", "delay", "every", "pairs", "cache", "first", "block_cache"}
-    assert set(options_of(RECIPES["maskkv+focus"])) > {"pairs", "selector", "alpha", "after", "count"}
+    assert set(options_of(RECIPES["maskkv+focus"])) > {"pairs", "selector", "alpha", "ablation", "count"}
     both = build(RECIPES, "dllm_serve+fast_dllm", BOTH, {"every": 4, "pool": 5, "block_cache": "dc", "pairs": 9})
     assert (both.plan, both.kv) == (RowPlan(Block(), Counted(full_steps=2, every=4)), KVPlan("block", 1, 4, pairs=(9,)))
     assert both.block_cache == "dc"
@@ -206,7 +219,8 @@ def test_they_are_listed() -> None:
     said = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)["recipes"]
     found = {r["recipe"]: r for r in said}
     assert {*SPARSE} <= set(found)
-    assert {f"{kept}+{rows}" for kept in KEEPERS for rows in ROWS} == set(COMBINATIONS)
+    keys, rows = ("maskkv", "dllm_serve", "sparse_dllm"), ("focus", "fast_dllm")
+    assert set(SPARSE) == {*keys, *(f"{first}+{second}" for first in keys for second in rows)}
     assert found["maskkv+focus"]["summary"] == "Keys as `maskkv` keeps them, rows as `focus` forwards them."
     assert found["maskkv+focus"]["options"]["pairs"] == 256
 
@@ -217,16 +231,56 @@ def test_they_are_listed() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((f"maskkv+{part}", rf"recipe 'maskkv\+{part}': '{part}' {why[:30]}") for part, why in REFUSED.items()),
-        ("focus+maskkv", r"the part that says which keys are kept comes first; write 'maskkv\+focus'"),
-        ("maskkv+dllm_serve", r"a combination has one part that says which keys are kept \(maskkv, .*\), then one"),
-        ("focus+fast_dllm", r"a combination has one part that says which keys are kept"),
-        ("maskkv+focus+focus", r"a combination has one part that says which keys are kept"),
+        ("maskkv+dense", r"recipe 'maskkv\+dense': 'dense' forwards rows anywhere in the canvas, and reads the keys"),
+        ("maskkv+dkv_cache", "'dkv_cache' forwards rows anywhere in the canvas, and reads the keys of all others"),
+        ("maskkv+vicinity", "'vicinity' forwards rows before the block, whose keys would have no place in the cache"),
+        ("maskkv+dyllm", "'dyllm' carries attention contexts, which it updates by what changes in all keys, so no key"),
+        ("maskkv+dllm_cache", "'dllm_cache' is the half with the rows of 'maskkv' already"),
+        ("dllm_serve+dllm_cache", "'dllm_cache' forwards rows after the block, and only the block keeps all of its"),
+        ("focus+maskkv", r"the half that selects keys comes first; write 'maskkv\+focus'"),
+        ("maskkv+dllm_serve", "a combination has one half that selects keys, then one that says which rows"),
+        ("focus+fast_dllm", "a combination has one half that selects keys"),
+        ("maskkv+focus+focus", "a combination has one half that selects keys"),
     ],
 )
 def test_parts_that_do_not_go_together(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         check_recipe(RECIPES, name, {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliding(RecipeOptions):
+    """Forward the block and rows before it."""
+
+    before: int = 16
+
+    name = "sliding"
+
+    def build(self, spec: Any) -> Recipe:
+        phases = phases_of(spec, *ending(spec), optional=frozenset({"OnlyMasked", "FuseGLU", "BoundRows"}))
+        return Recipe(self.name, 1, phases, plan=RowPlan(Block(self.before)))
+
+
+def test_a_recipe_that_declares_nothing_is_checked_where_it_is_built() -> None:
+    both = combine(MaskKVKeys.__subclasses__()[0], Sliding)
+    assert both(pairs=3, before=0).recipe(BOTH).kv == KVPlan("response", pairs=(3,))  # type: ignore[call-arg]
+    with pytest.raises(InputError, match=r"maskkv\+sliding: recipe 'sliding' forwards rows before the block"):
+        both(before=2).recipe(BOTH)  # type: ignore[call-arg]
+
+
+def test_a_selection_refuses_passes_that_read_all_keys() -> None:
+    """Also of a recipe whose class declares nothing."""
+    dyllm, selection = DyLLM().recipe(CAUSAL), MaskKVKeys(pairs=3).selection(CAUSAL)
+    with pytest.raises(InputError, match="mine: recipe 'dyllm' carries attention contexts"):
+        selection.on(dyllm, "mine")
+
+
+def test_a_combination_can_be_written_as_a_class() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Both(MaskKVKeys, Focus):
+        name = "maskkv+focus"
+
+    assert Both(pairs=5, alpha=1.9).recipe(BOTH) == build(RECIPES, "maskkv+focus", BOTH, {"pairs": 5, "alpha": 1.9})
 
 
 def test_unknown_parts() -> None:
@@ -267,7 +321,7 @@ def test_votes_of_a_prompt_that_no_step_forwards(selector: str) -> None:
         ("sparse_dllm", BOTH, {"pool": 2}, r"pool must be odd and at least 1, got 2"),
         ("sparse_dllm", BOTH, {"block_cache": "on"}, r"block_cache must be one of"),
         ("dllm_serve+fast_dllm", BOTH, {"cache": "prefix"}, r"recipe 'fast_dllm' forwards rows after the block"),
-        ("maskkv+fast_dllm", CAUSAL, {}, r"recipe 'fast_dllm' approximates the keys of a bidirectional model"),
+        ("maskkv+fast_dllm", CAUSAL, {}, r"recipe 'maskkv\+fast_dllm' approximates the keys of a bidirectional model"),
     ],
     ids=str,
 )

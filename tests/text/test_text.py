@@ -12,7 +12,7 @@ import torch
 import dgraph
 from dgraph.errors import InputError, UnknownName
 from dgraph.ir.graph import Graph
-from dgraph.recipes import RECIPES, build
+from dgraph.recipes import RECIPES, Ablation, build
 from dgraph.text.folding import fold
 from dgraph.text.listing import listing
 from dgraph.text.views import dump as dump_view
@@ -262,7 +262,7 @@ def test_dump_by_recipe_and_pass(captured: Graph, focus: dict[str, Graph]) -> No
     cached = dump_view(captured, "focus", after="CacheKV")
     assert "paged_attention" in cached
     assert "importance" not in cached
-    later = build(RECIPES, "focus", captured.spec, {"after": 2})
+    later = build(RECIPES, "focus", captured.spec, {"ablation": Ablation(after=2)})
     assert "after=2" in dump_view(captured, later)
     with pytest.raises(InputError, match="after is the name of a pass here, got 2"):
         dump_view(captured, "focus", after=2)  # type: ignore[arg-type]
