@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+import dgraph
 from dgraph.cli.output import complain, one_line_warnings, print_text
 from dgraph.cli.ranks import is_mine
 from dgraph.errors import DgraphError, InputError, RankLost
@@ -124,7 +124,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print_text(importlib.metadata.version("dgraph"))
+        print_text(dgraph.__version__)
         raise typer.Exit
 
 
