@@ -8,18 +8,19 @@ The finder stands last in `sys.meta_path`, so it is asked only for a module that
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 from dgraph.errors import warn
 
 _BY_PACKAGE = {
     "compiler": "arguments captured=base_graph compilation conversations=prompts optimized=compiled_model phases"
     " saving",
-    "engine": "driver=core loop=thread",
+    "engine": "engine.driver=core engine.loop=thread",
     "errors": "foreign",
     "families": "adapters architectures causal hub quantised weights",
     "ir": "aten_rules axes division=shard_propagation graph kinds=aten_kinds layers linears listed orders=row_order"
@@ -46,11 +47,17 @@ _BY_PACKAGE = {
     " runtime.decode_state=base runtime.own_block=block_window runtime.renoised=uniform_noise"
     " runtime.rows=packed_rows runtime.two_modes=encode_denoise",
     "lowering": "lowering.fused=peephole lowering.steps=instructions",
+    "ops.attention": "ops.packed_attention ops.paged_attention ops.partial_attention ops.partial_context ops.sparse"
+    " ops.sparse_attention ops.sparse_draws",
+    "ops.experts": "ops.block_experts ops.route",
+    "ops.lm_head": "ops.lm_head_combine ops.lm_head_measured ops.lm_head_part",
+    "ops.vocabulary": "ops.embedding_part ops.embedding_stored ops.vocabulary_attention ops.vocabulary_combine"
+    " ops.vocabulary_part",
     "ops.collectives": "ops.all_gather ops.all_reduce",
     "ops.kv": "ops.feature_merge ops.feature_read ops.feature_take ops.feature_write ops.kv_pack ops.kv_scores"
     " ops.kv_update ops.kv_votes ops.kv_write ops.row_slots ops.scales",
-    "ops.products": "ops.dequantise ops.dequantise_rows ops.linear ops.low_rank ops.quantise_rows ops.round_rows"
-    " ops.rows_glu ops.rows_linear ops.rows_quantise ops.stored",
+    "ops.products": "ops.cpp ops.dequantise ops.dequantise_rows ops.linear ops.low_rank ops.quantise_rows"
+    " ops.round_rows ops.rows_glu ops.rows_linear ops.rows_quantise ops.stored",
     "ops.rows": "ops.rms_norm ops.rope ops.rows_norm ops.rows_rope",
     "ops.selection": "ops.block_numbers ops.compact ops.compare_rows ops.drift ops.drifted ops.importance"
     " ops.keep_index ops.least_drifted ops.least_similar ops.list_kept ops.select_tokens",
@@ -93,6 +100,23 @@ class _Finder(MetaPathFinder):
             return None
         warn(f"the module {name} is {MOVED[name]} since version 0.2; the former name goes with version 0.3.")
         return ModuleSpec(name, _Alias(MOVED[name]))
+
+
+def names_of(package: str, module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that has the former name of a module: it finds the names of that module.
+
+    Args:
+        package: the package, by its full name.
+        module: the module as it is called now.
+    """
+
+    def find(name: str) -> Any:
+        if name.startswith("_") or not hasattr(import_module(module), name):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        warn(f"{package}.{name} is {module}.{name} since version 0.2; the former name goes with version 0.3.")
+        return getattr(import_module(module), name)
+
+    return find
 
 
 def install() -> None:

@@ -22,6 +22,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+collect_ignore = ["released"]  # run by test_methods.py, as packages that are installed
+
 os.environ.pop("COLUMNS", None)  # which readline sets in whoever imports it, and workers inherit
 
 

@@ -18,7 +18,7 @@ LONGEST = 500
 """Lines of a file that can be read in one sitting."""
 
 # Package, or file at the root -> what of dgraph it may import, lowest first. A package may import itself.
-GROUND = {"errors", "plugins", "private", "ranks", "settings", "spec", "types"}
+GROUND = {"errors", "moved", "plugins", "private", "ranks", "settings", "spec", "types"}
 GRAPHS = GROUND | {"families", "ir", "ops"}
 PROGRAMS = GRAPHS | {"cache", "frontend", "lowering", "passes", "plans", "recipes"}
 

@@ -18,13 +18,19 @@ LONGEST = 100
 FILES = sorted(METHODS.glob("dgraph_methods/*.py"))
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process for which the package is installed: what a build backend would write of it, without
-    one, which a test run may not have.
+RELEASED = sorted((Path(__file__).parent / "released").glob("methods_*"))
+"""The package as it stood at each earlier release that the promise to packages outside covers."""
+PROMPTLY = "alone and (fast_dllm or dream) or fires or the_op or found_by_name"
+"""Tests of a released package that the default run makes; a release makes all of them."""
+
+
+def passes_its_tests(package: Path, folder: Path, *args: str) -> None:
+    """Install a package into a folder as a build backend would, without one, and run its tests.
+
+    args: for pytest.
     """
-    project = tomllib.loads((METHODS / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = tmp_path / f"dgraph_methods-{project['version']}.dist-info"
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    info = folder / f"dgraph_methods-{project['version']}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
@@ -34,16 +40,25 @@ def installed(tmp_path: Path) -> dict[str, str]:
         for group, names in project["entry-points"].items()
     ]
     (info / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
-    path = os.pathsep.join(filter(None, [str(tmp_path), str(METHODS), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, [str(folder), str(package), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *args]
+    done = subprocess.run(
+        command, cwd=package, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.release
 @pytest.mark.long
-def test_its_tests_pass(installed: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(command, cwd=METHODS, env=installed, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+@pytest.mark.parametrize("package", [METHODS, *RELEASED], ids=lambda path: path.name)
+def test_its_tests_pass(package: Path, tmp_path: Path) -> None:
+    passes_its_tests(package, tmp_path)
+
+
+@pytest.mark.parametrize("package", RELEASED, ids=lambda path: path.name)
+def test_a_package_of_an_earlier_release_works(package: Path, tmp_path: Path) -> None:
+    """All of it is imported, and each of its methods runs."""
+    passes_its_tests(package, tmp_path, "-k", PROMPTLY)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

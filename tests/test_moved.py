@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +38,24 @@ def test_a_module_that_never_was_is_not_found() -> None:
     assert find_spec("dgraph.ir") is not None
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'dgraph\.graphs'"):
         importlib.import_module("dgraph.graphs")
+
+
+RELEASED = json.loads((Path(__file__).parent / "released" / "names_0_1_0.json").read_text(encoding="utf-8"))
+"""Public names of release 0.1, by the module that had them."""
+
+
+@pytest.mark.filterwarnings("ignore::dgraph.errors.DgraphWarning")
+@pytest.mark.parametrize("module", RELEASED)
+def test_public_names_of_the_last_release_are_there(module: str) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in RELEASED[module] if not hasattr(found, name)] == []
+
+
+def test_a_package_with_the_name_of_a_module_has_its_names() -> None:
+    from dgraph.ops import rows
+    from dgraph.ops.padded import sequence_of
+
+    with pytest.warns(DgraphWarning, match=r"dgraph\.ops\.rows\.sequence_of is dgraph\.ops\.padded\.sequence_of"):
+        assert rows.sequence_of is sequence_of
+    with pytest.raises(AttributeError, match=r"'dgraph\.ops\.rows' has no attribute 'sequence_off'"):
+        rows.sequence_off  # noqa: B018

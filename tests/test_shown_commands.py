@@ -15,8 +15,7 @@ import pytest
 import typer
 
 from dgraph.cli import app
-from dgraph.recipes import RECIPES
-from dgraph.recipes.base import options_of
+from dgraph.recipes import RECIPES, options_of
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "dgraph", "docs", "models", "training")

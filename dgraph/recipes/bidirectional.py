@@ -48,8 +48,8 @@ class FastDLLM(CanvasCache):
     """Fast-dLLM: the whole canvas where a block starts, then the block alone (dual) or with all after it (prefix).
 
     It is as published, for LLaDA and for Dream, with one difference that changes no token. A block that its first step
-    completes takes no second one. On a model with shifted logits (Dream) the first step of a block commits the block's
-    first position alone, whatever its confidence, and later steps leave out the row before the block.
+    completes takes no second one. On a model with shifted logits (Dream) the first step of a block commits its first
+    position alone, whatever its confidence. Later steps leave out the row before the block.
 
     Attributes:
         cache: "prefix" or "dual".
