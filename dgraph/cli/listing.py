@@ -81,9 +81,12 @@ def _recipes() -> list[Entry]:
 def _policies() -> list[Entry]:
     from dgraph.runtime.policies import POLICIES, PRESETS, options_of
 
-    rules = {name: _summary(rule) for name, rule in POLICIES.items()}
-    rules |= {name: f"{rule.name} as published" for name, rule in PRESETS.items()}
-    return [{"policy": name, "summary": text, "options": options_of(name)} for name, text in rules.items()]
+    rules = {name: (_summary(rule), rule) for name, rule in POLICIES.items()}
+    rules |= {name: (f"{rule.name} as published", type(rule)) for name, rule in PRESETS.items()}
+    return [
+        {"policy": name, "summary": text, "papers": _papers(rule), "options": options_of(name)}
+        for name, (text, rule) in rules.items()
+    ]
 
 
 def _passes() -> list[Entry]:

@@ -52,8 +52,11 @@ def _explain(recipe: Entry) -> None:
         print_text(f"Paper: {paper['text']}")
     for cost in recipe["costs"]:
         print_text(f"Against dense: {cost['text']} ({cost['hardware']}, {cost['date']}, {cost['commit']})")
-    rows = [[option, _text(value), recipe["meaning"][option]] for option, value in recipe["options"].items()]
-    print_table(["option", "default", "meaning"], rows, WIDTH)
+    rows = []
+    for option, value in recipe["options"].items():
+        default = "" if value is None else f" Default: {_text(value)}."
+        rows.append([option, recipe["meaning"][option] + default])
+    print_table(["option", "meaning"], rows, WIDTH)
 
 
 def policies(json: given.Json = False) -> None:
@@ -62,7 +65,7 @@ def policies(json: given.Json = False) -> None:
     \b
     dgraph policies
     """
-    _show("policies", {**_named("policy", "summary"), "options": _options}, json)
+    _show("policies", {**_named("policy", "summary"), "paper": _papers, "options": _options}, json)
 
 
 def passes(json: given.Json = False) -> None:

@@ -59,6 +59,8 @@ H2O = Paper("H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Larg
 
 LLADA = Paper("Large Language Diffusion Models", "2502.09992")
 LLADA2 = Paper("LLaDA2.0: Scaling up Diffusion Language Models to 100B", "2512.15745")
+LLADA21 = Paper("LLaDA2.1: Speeding Up Text Diffusion via Token Editing", "2602.08676")
+LLADA22 = Paper("LLaDA2.2")
 DREAM = Paper("Dream 7B: Diffusion Large Language Models", "2508.15487")
 SDAR = Paper("SDAR: A Synergistic Diffusion-AutoRegression Paradigm for Scalable Sequence Generation", "2510.06303")
 FAST_DLLM_V2 = Paper("Fast-dLLM v2: Efficient Block-Diffusion LLM", "2509.26328")

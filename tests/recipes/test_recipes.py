@@ -48,6 +48,7 @@ from dgraph.recipes import (
     costs_of,
     options_of,
 )
+from dgraph.runtime.policies import POLICIES
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
 
@@ -191,6 +192,7 @@ def test_every_recipe_and_pass_names_its_papers_or_is_ours() -> None:
         assert all(isinstance(paper, Paper) for paper in builder.options.papers), name
     assert RECIPES["maskkv+focus"].options.papers == (*MaskKVKeys.papers, *Focus.papers)
     assert [name for name, step in PASSES.items() if not step.papers] == []
+    assert [name for name, rule in POLICIES.items() if not rule.papers] == []
     assert RECIPES["dense"].options.papers == OURS
 
 
@@ -201,7 +203,7 @@ def test_the_page_of_papers_lists_every_paper() -> None:
         number: " ".join(title.split())
         for title, number in re.findall(r"\*([^*]+)\*,\s+\[arXiv ([0-9.]+)\]\(https://arxiv\.org/abs/\2\)", page)
     }
-    declared = {paper.arxiv: paper.title for paper in vars(papers).values() if isinstance(paper, Paper)}
+    declared = {paper.arxiv: paper.title for paper in vars(papers).values() if isinstance(paper, Paper) and paper.arxiv}
     assert declared.items() <= listed.items()
     outside = {"2508.14148", "2509.24014", "2511.05664"}
     assert set(re.findall(r"arxiv\.org/abs/([0-9.]+)", page)) == set(declared) | outside

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.plans.papers import NEMOTRON, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule
 
 
@@ -18,6 +19,7 @@ class Autoregressive(DecodeRule):
     For models of encoding="causal" (the AR mode of Nemotron-Labs-Diffusion, arXiv 2607.05722).
     """
 
+    papers: ClassVar[tuple[Paper, ...]] = (NEMOTRON,)
     name: ClassVar[str] = "autoregressive"
     autoregressive: ClassVar[bool] = True
 
@@ -39,6 +41,7 @@ class SelfSpeculation(DecodeRule):
     its draws.
     """
 
+    papers: ClassVar[tuple[Paper, ...]] = (NEMOTRON,)
     name: ClassVar[str] = "self_speculation"
     autoregressive: ClassVar[bool] = True
     drafts: ClassVar[bool] = True

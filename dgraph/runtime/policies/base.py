@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.statistics import BY_NAME, GIVEN, Statistic, declare
+from dgraph.plans.papers import Paper
 from dgraph.runtime.sampling.sampler import Sampler
 
 ORIGINS = {
@@ -166,6 +167,7 @@ class DecodeRule:
     """Base class of decoding rules: frozen, comparable, JSON-able. Ties always go to the lower position.
 
     Attributes:
+        papers: publications of the rule; `dgraph.plans.papers.OURS` for none.
         name: name of the rule in `policy_of`.
         may_wait: a step may commit nothing.
         edits: `choose` may also replace decoded tokens, and `settled` says when a block is done.
@@ -185,6 +187,7 @@ class DecodeRule:
     methods of a derived class may read a field in another way.
     """
 
+    papers: ClassVar[tuple[Paper, ...]] = ()
     name: ClassVar[str]
     may_wait: ClassVar[bool] = False
     edits: ClassVar[bool] = False

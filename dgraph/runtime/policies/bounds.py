@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.plans.papers import ENTROPY_BOUNDED, FAST_DLLM, SDAR, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, rank, setting
 
 VARIANTS = ("paper", "dinfer")
@@ -28,6 +29,7 @@ class Factor(DecodeRule):
     factor: float = 1.0
     variant: str = "paper"
 
+    papers: ClassVar[tuple[Paper, ...]] = (FAST_DLLM,)
     name: ClassVar[str] = "factor"
     per_request: ClassVar[tuple[str, ...]] = ("factor",)
 
@@ -65,6 +67,7 @@ class EntropyBounded(DecodeRule):
 
     gamma: float = 0.35
 
+    papers: ClassVar[tuple[Paper, ...]] = (ENTROPY_BOUNDED, SDAR)
     name: ClassVar[str] = "entropy_bounded"
     per_request: ClassVar[tuple[str, ...]] = ("gamma",)
 

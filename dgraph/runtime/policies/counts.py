@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.plans.papers import DKV_CACHE, LLADA, SDAR, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, first_columns, leftmost, rank, share, steps_of
 
 SCHEDULES = ("block", "masks")
@@ -40,6 +41,7 @@ class FixedSteps(DecodeRule):
     schedule: str = "block"
     remasking: str = "low_confidence"
 
+    papers: ClassVar[tuple[Paper, ...]] = (SDAR, LLADA, DKV_CACHE)
     name: ClassVar[str] = "fixed_steps"
 
     @property
@@ -89,6 +91,7 @@ class Sequential(DecodeRule):
 
     steps: int | None = None
 
+    papers: ClassVar[tuple[Paper, ...]] = (SDAR,)
     name: ClassVar[str] = "sequential"
 
     def __post_init__(self) -> None:

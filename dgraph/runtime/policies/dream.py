@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.plans.papers import DREAM, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, rank, setting, steps_of
 from dgraph.runtime.policies.thresholds import THRESHOLD
 
@@ -42,6 +43,7 @@ class Dream(DecodeRule):
     alg_temp: float | None = None
     eps: float = 1e-3
 
+    papers: ClassVar[tuple[Paper, ...]] = (DREAM,)
     name: ClassVar[str] = "dream"
     may_wait: ClassVar[bool] = True
 
@@ -114,6 +116,7 @@ class DreamThreshold(DecodeRule):
     threshold: float = THRESHOLD
     steps: int | None = None
 
+    papers: ClassVar[tuple[Paper, ...]] = (DREAM,)
     name: ClassVar[str] = "dream_threshold"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "steps")
 

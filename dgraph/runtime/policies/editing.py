@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from dgraph.plans.papers import LLADA21, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, best, setting
 
 
@@ -31,6 +32,7 @@ class JointThreshold(DecodeRule):
     edit_threshold: float = 0.0
     max_post_edit_steps: int = 16
 
+    papers: ClassVar[tuple[Paper, ...]] = (LLADA21,)
     name: ClassVar[str] = "joint_threshold"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "edit_threshold", "max_post_edit_steps")
     edits: ClassVar[bool] = True

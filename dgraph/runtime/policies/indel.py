@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.statistics import OtherToken, Statistic
+from dgraph.plans.papers import LLADA22, Paper
 from dgraph.runtime.policies.base import Candidates, Carried, rank, setting
 from dgraph.runtime.policies.editing import JointThreshold
 
@@ -40,6 +41,7 @@ class JointThresholdInDel(JointThreshold):
     delete_id: int = 156930
     split_id: int = 156931
 
+    papers: ClassVar[tuple[Paper, ...]] = (LLADA22,)
     name: ClassVar[str] = "joint_threshold_indel"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "edit_threshold", "max_post_edit_steps")
     moves: ClassVar[bool] = True

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.plans.papers import ENTROPY_BOUNDED, Paper
 from dgraph.runtime.policies.base import Candidates, Carried, DecodeRule, rank, setting
 
 
@@ -39,6 +40,7 @@ class Renoise(DecodeRule):
     confidence: float = 0.005
     steps: int = 48
 
+    papers: ClassVar[tuple[Paper, ...]] = (ENTROPY_BOUNDED,)
     name: ClassVar[str] = "renoise"
     per_request: ClassVar[tuple[str, ...]] = ("bound", "t_min", "t_max", "stability", "confidence", "steps")
     may_wait: ClassVar[bool] = True

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.plans.papers import DINFER, FAST_DLLM_V2, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, best, rank, setting
 from dgraph.runtime.policies.thresholds import THRESHOLD
 
@@ -30,6 +31,7 @@ class Hierarchical(DecodeRule):
     low_threshold: float = 0.4
     fast_v2: bool = False
 
+    papers: ClassVar[tuple[Paper, ...]] = (DINFER,)
     name: ClassVar[str] = "hierarchical"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "low_threshold")
 
@@ -68,6 +70,7 @@ class HierarchicalRemask(DecodeRule):
     low_threshold: float = 0.4
     remask_threshold: float = 0.4
 
+    papers: ClassVar[tuple[Paper, ...]] = (DINFER,)
     name: ClassVar[str] = "hierarchical_remask"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "low_threshold", "remask_threshold")
     edits: ClassVar[bool] = True
@@ -124,6 +127,7 @@ class SubBlocks(DecodeRule):
     size: int = 8
     cached: bool = False
 
+    papers: ClassVar[tuple[Paper, ...]] = (FAST_DLLM_V2,)
     name: ClassVar[str] = "sub_blocks"
     per_request: ClassVar[tuple[str, ...]] = ("threshold",)
 

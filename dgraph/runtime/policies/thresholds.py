@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from dgraph.plans.papers import DINFER, FAST_DLLM, LLADA2, SDAR, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, best, leftmost, rank, setting, share, steps_of
 
 THRESHOLD = 0.9
@@ -35,6 +36,7 @@ class ConfidenceThreshold(DecodeRule):
     threshold: float
     inclusive: bool = False
 
+    papers: ClassVar[tuple[Paper, ...]] = (SDAR, FAST_DLLM)
     name: ClassVar[str] = "confidence_threshold"
     per_request: ClassVar[tuple[str, ...]] = ("threshold",)
 
@@ -65,6 +67,7 @@ class DynamicThreshold(DecodeRule):
     fallback: str = "top"
     inclusive: bool = False
 
+    papers: ClassVar[tuple[Paper, ...]] = (SDAR, LLADA2)
     name: ClassVar[str] = "dynamic_threshold"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "steps")
 
@@ -100,6 +103,7 @@ class RelativeThreshold(DecodeRule):
     threshold: float = THRESHOLD
     tolerance: float = 1e-5
 
+    papers: ClassVar[tuple[Paper, ...]] = (DINFER,)
     name: ClassVar[str] = "relative_threshold"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "tolerance")
 
