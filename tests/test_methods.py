@@ -8,8 +8,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from dgraph.testing import models
 
 METHODS = Path(__file__).parents[1] / "examples" / "methods"
 GUIDE = Path(__file__).parents[1] / "docs" / "write_a_method.md"
@@ -71,11 +74,22 @@ def test_a_method_is_short_and_asks_for_nothing_private(path: Path) -> None:
 
 def test_the_guide_shows_dpad_as_it_is() -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert (METHODS / "dgraph_methods" / "dpad.py").read_text(encoding="utf-8") == blocks[0]
+    assert (METHODS / "dgraph_methods" / "dpad.py").read_text(encoding="utf-8") in blocks
     project = tomllib.loads((METHODS / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
     (shown,) = re.findall(r"```toml\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
     for group, names in tomllib.loads(shown)["project"]["entry-points"].items():
         assert names.items() <= project[group].items()
+
+
+def test_the_recipe_of_the_guide_decodes() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    (source,) = [block for block in blocks if "class Sliding" in block]
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(source, names)
+    (tiny,) = models("bidirectional", "llada")
+    run = tiny.optimized(names["Sliding"](before=2))
+    assert run.recipe.name == "sliding"
+    assert len(run.generate(input_ids=[[1, 2, 3, 4, 5]], max_new_tokens=8).token_ids[0]) == 8
 
 
 def test_the_links_of_the_guide_lead_somewhere() -> None:

@@ -126,12 +126,12 @@ class Focus(RecipeOptions):
             return 0 if spec.two_modes else 1
         if spec.two_modes and self.full_steps:
             raise InputError(
-                f"full_steps={self.full_steps} counts the steps of a block, but {spec.family} works in two modes: its "
+                f"full_steps={self.full_steps} counts the steps of a block, but {spec.family} works in two modes. Its "
                 f"blocks begin with a step that encodes, which writes no keys of rows that are denoised. Leave it out."
             )
         if spec.attention == "bidirectional" and self.full_steps == 0:
             raise InputError(
-                f"full_steps=0 evicts rows in the first step of a block, but {spec.family} is bidirectional: that step "
+                f"full_steps=0 evicts rows in the first step of a block, but {spec.family} is bidirectional. That step "
                 f"forwards the whole canvas, whose keys the later ones read. Give at least 1."
             )
         return self.full_steps

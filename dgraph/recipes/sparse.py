@@ -122,8 +122,9 @@ class MaskKVKeys(KeyOptions):
         """See `KeyOptions`."""
         if spec.attention == "block_causal" and self.selector != "mask_voting":
             raise InputError(
-                f"selector {self.selector!r} ranks the prompt's keys by how its own rows attend to them. {spec.family} is "
-                f"block_causal: its selecting step forwards no whole block of the prompt. Use 'mask_voting'."
+                f"selector {self.selector!r} ranks the prompt's keys by how its own rows attend to them. "
+                f"{spec.family} is block_causal: its selecting step forwards no whole block of the prompt. Use "
+                f"'mask_voting'."
             )
         method, pairs = METHODS[self.selector], self._pairs(spec)
         select = replace(method.select, ratio=self.ratio, pairs=pairs)

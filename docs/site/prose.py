@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$", flags=re.MULTILINE)
@@ -35,6 +36,8 @@ def literal(value: Any) -> str:
         return ",".join(map(literal, value)) or "none"
     if isinstance(value, float) and math.isinf(value):
         return "inf"
+    if is_dataclass(value) and not isinstance(value, type):
+        return "+".join(f"{f.name}={literal(getattr(value, f.name))}" for f in fields(value))
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return str(value)

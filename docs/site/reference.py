@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import partial
 from importlib import import_module
@@ -24,7 +24,8 @@ from dgraph.cli.app import app
 from dgraph.engine.scheduling.schedulers import POLICIES as SCHEDULERS
 from dgraph.ir.verifier import RULES
 from dgraph.ops import OPS, Op
-from dgraph.recipes import RECIPES, costs_of, options_of
+from dgraph.plans.papers import Paper
+from dgraph.recipes import RECIPES, costs_of
 from dgraph.runtime import policies
 from dgraph.serve.application import build
 from dgraph.serve.lifetime import Lifetime
@@ -103,21 +104,32 @@ def recipes() -> str:
 def _recipe(name: str) -> Iterator[str]:
     builder = RECIPES[name]
     yield f"## {name}"
-    yield first_paragraphs(builder)
-    costs = [f"- {cost} ([table](../results/{cost.page}.md))" for cost in costs_of(builder)]
+    yield first_paragraphs(builder.options)
+    yield _papers(builder.options.papers)
+    costs = [
+        f"- {cost} ({cost.hardware}, {cost.date}, commit {cost.commit}; [table](../results/{cost.page}.md))"
+        for cost in costs_of(builder)
+    ]
     if costs:
         yield "Against `dense`:\n\n" + "\n".join(costs)
-    meanings: dict[str, str] = {}
-    for part in (*name.split("+"), name):
-        meanings |= entries(RECIPES[part])
-    yield _options(options_of(builder), meanings)
+    listed = builder.listed
+    yield _options({each.name: each.default for each in listed}, {each.name: each.doc for each in listed})
+
+
+def _papers(papers: Sequence[Paper]) -> str:
+    """A paragraph that names papers, with links."""
+    said = []
+    for paper in papers:
+        link = f", [arXiv {paper.arxiv}](https://arxiv.org/abs/{paper.arxiv})" if paper.arxiv else ""
+        said.append(f"*{paper.title}*{link}{f', {paper.where}' if paper.where else ''}")
+    return f"Paper: {'; '.join(said)}."
 
 
 def decoding_rules() -> str:
     """Every decoding rule, then the settings that systems publish."""
     found = ["## Rules"]
     for name, rule in policies.POLICIES.items():
-        found += _dataclass(f"### {name}", rule)
+        found += [*_dataclass(f"### {name}", rule), _papers(rule.papers)]
     rows = []
     for name, preset in policies.PRESETS.items():
         options = ", ".join(f"`{key}={literal(value)}`" for key, value in policies.options_of(name).items())
@@ -132,7 +144,7 @@ def passes() -> str:
         ("show_root_heading: false", "show_root_toc_entry: false", "members: []", "show_bases: false")
     )
     return "\n\n".join(
-        f"## {name}\n\nEffect on the numbers: {cls.effect.value}.\n\n"
+        f"## {name}\n\nEffect on the numbers: {cls.effect.value}.\n\n{_papers(cls.papers)}\n\n"
         f"::: {cls.__module__}.{cls.__qualname__}\n    options:\n      {options}"
         for name, cls in all_passes.PASSES.items()
     )
