@@ -25,6 +25,7 @@ from dgraph.evaluate.arms import Choice, expand
 from dgraph.evaluate.questions import OPEN, Question, choose, stored
 from dgraph.evaluate.results import Keys, Store
 from dgraph.evaluate.run import Evaluation
+from dgraph.recipes import Ablation
 from dgraph.runtime.stats import StepRecord
 
 TASKS = ("math", "needle", "sort", "follow")
@@ -52,16 +53,16 @@ ARMS = (
     Arm("focus, alpha 1.5", "focus", PUBLISHED),
     Arm("focus, alpha 1.8", "focus", PUBLISHED | {"alpha": 1.8}),
     Arm("focus, alpha 1.5, no recommit", "focus", PUBLISHED | {"recommit": False}),
-    Arm("focus, alpha 1.5, importance", "focus", PUBLISHED | {"signal": "importance"}),
+    Arm("focus, alpha 1.5, importance", "focus", PUBLISHED | {"ablation": Ablation(signal="importance")}),
     Arm("focus, first step full", "focus", {}),
 )
 
 SIGNALS = (
-    ("delta, layers 0 to 1", {"signal": "delta", "after": 1}),
-    ("delta, layers 1 to 2", {"signal": "delta", "after": 2}),
-    ("importance, layer 0", {"signal": "importance", "after": 0}),
-    ("importance, layer 1", {"signal": "importance", "after": 1}),
-    ("importance, layer 2", {"signal": "importance", "after": 2}),
+    ("delta, layers 0 to 1", {"ablation": Ablation("delta", after=1)}),
+    ("delta, layers 1 to 2", {"ablation": Ablation("delta", after=2)}),
+    ("importance, layer 0", {"ablation": Ablation("importance", after=0)}),
+    ("importance, layer 1", {"ablation": Ablation("importance", after=1)}),
+    ("importance, layer 2", {"ablation": Ablation("importance", after=2)}),
 )
 
 
@@ -125,7 +126,7 @@ def table_3(bench: Bench, report: Report) -> None:
     for keep in (2, 4, 8):
         arms = [("random", "delta")] + [(s, signal) for signal in ("delta", "importance") for s in ("top", "bottom")]
         for select, signal in arms:
-            arm = Arm("", "focus", {"full_steps": 0, "keep": keep, "select": select, "signal": signal})
+            arm = Arm("", "focus", {"full_steps": 0, "ablation": Ablation(signal, select, keep)})
             label = f"K = {keep}, {select}" + ("" if select == "random" else f" by {signal}")
             for cells in bench.quality(arm, [0.9]):
                 _collect(report, "table 3", [label, *cells])

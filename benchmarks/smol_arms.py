@@ -46,18 +46,21 @@ ARMS: dict[str, dict[str, str]] = {
         **{f"lower-{r}": f"{ALL} --task gsm8k --threshold 0.7 -r {r}" for r in RECIPES},
         **{f"thresholds-{r}": f"{SOME} --sweep threshold=0.8,0.95 -r {r}" for r in ("dense", "focus")},
         **{f"bbh-{r}": f"{ALL} --task bbh {AT} -r {r}" for r in ("dense", "focus")},
-        "keep": f"{SOME} {AT} -r focus:keep=4 -r focus:keep=4,select=random -r focus:keep=4,select=bottom"
-        " -r focus:keep=2 -r focus:keep=8",
-        "keep-signals": f"{SOME} {AT} -r focus:keep=4,signal=importance -r focus:keep=4,after=2"
-        " -r focus:keep=4,signal=importance,after=2 -r focus:keep=8,after=2 -r focus:keep=8,signal=importance,after=2",
+        "keep": f"{SOME} {AT} -r focus:ablation=keep=4 -r focus:ablation=keep=4+select=random"
+        " -r focus:ablation=keep=4+select=bottom"
+        " -r focus:ablation=keep=2 -r focus:ablation=keep=8",
+        "keep-signals": f"{SOME} {AT} -r focus:ablation=keep=4+signal=importance -r focus:ablation=keep=4+after=2"
+        " -r focus:ablation=keep=4+signal=importance+after=2 -r focus:ablation=keep=8+after=2"
+        " -r focus:ablation=keep=8+signal=importance+after=2",
         "tau": f"{SOME} {AT} -r dyllm:tau=0.95 -r dyllm:tau=0.98 -r dyllm:tau=0.995 -r dyllm:tau=0.9",
         "ratio-sparse_dllm": f"{SOME} {AT} -r sparse_dllm:ratio=0.75 -r sparse_dllm:ratio=0.25"
         " -r sparse_dllm:ratio=0.9",
         "ratio-dllm_serve": f"{SOME} {AT} -r dllm_serve:ratio=0.25 -r dllm_serve:ratio=0.75 -r dllm_serve:ratio=0.9",
         "alpha": f"{SOME} {AT} -r focus:alpha=1.2 -r focus:alpha=1.0 -r focus:alpha=1.8 -r focus:alpha=2.5",
-        "signals": f"{SOME} {AT} -r focus:after=2 -r focus:signal=importance -r focus:signal=importance,after=2",
+        "signals": f"{SOME} {AT} -r focus:ablation=after=2 -r focus:ablation=signal=importance"
+        " -r focus:ablation=signal=importance+after=2",
         "parts": f"{SOME} {AT} -r dense:block_cache=dc+ -r dense:block_cache=dc -r focus:block_cache=off"
-        " -r focus:after=4 -r focus:signal_pool=1",
+        " -r focus:ablation=after=4 -r focus:ablation=signal_pool=1",
         "rules": f"{SOME} --policy llada2.0 --policy factor --policy entropy_bounded -r dense",
         "rules-focus": f"{SOME} --policy llada2.0 --policy factor --policy entropy_bounded --policy sub_blocks"
         " -r focus",
