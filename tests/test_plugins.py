@@ -208,6 +208,52 @@ def test_they_combine_with_what_keeps_keys(install: Install) -> None:
         build(RECIPES, "maskkv+patent", BOTH, {})
 
 
+HALVES = """
+from dataclasses import dataclass, replace
+from dgraph.plans.kv import KVPlan
+from dgraph.plans.regions import Block, Extent
+from dgraph.plans.rows import RowPlan
+from dgraph.passes import SparseKV
+from dgraph.recipes import Dense, KeyOptions, RecipeOptions
+from dgraph.recipes.kept import KVSelection
+
+@dataclass(frozen=True, kw_only=True)
+class Sliding(RecipeOptions):
+    '''Forward the block and rows before it.'''
+    before: int = 0
+    name = "sliding"
+    extent = Extent.BLOCK
+    def build(self, spec):
+        return replace(Dense().build(spec), name=self.name, plan=RowPlan(Block(self.before)))
+
+@dataclass(frozen=True, kw_only=True)
+class Newest(KeyOptions):
+    '''Keep half of the keys.'''
+    share: float = 0.5
+    name = "newest"
+    window = "response"
+    def selection(self, spec):
+        return KVSelection(KVPlan(self.window, ratio=self.share), SparseKV("mask_voting", self.share))
+"""
+
+
+def test_dataclasses_and_halves_of_another_package(install: Install) -> None:
+    names = {"sliding": "halves_methods:Sliding", "newest": "halves_methods:Newest", "other": "halves_methods:Sliding"}
+    install("halves", {"dgraph.recipes": names}, HALVES)
+    assert build(RECIPES, "sliding", BOTH, {"before": 2, "kv_dtype": "fp8"}).name == "sliding"
+    assert options_of(RECIPES["newest+sliding"]).keys() >= {"share", "before", "kv_dtype"}
+    both = build(RECIPES, "newest+sliding", BOTH, {"share": 0.25})
+    assert (both.name, both.kv.ratio) == ("newest+sliding", 0.25)  # type: ignore[union-attr]
+    assert build(RECIPES, "maskkv+sliding", BOTH, {"pairs": 3}).name == "maskkv+sliding"
+    assert build(RECIPES, "newest+focus", BOTH, {}).name == "newest+focus"
+    with pytest.raises(InputError, match="newest\\+sliding: recipe 'sliding' forwards rows before the block"):
+        build(RECIPES, "newest+sliding", BOTH, {"before": 2})
+    with pytest.raises(InputError, match=r"recipe 'newest' forwards no rows by itself.*'newest\+focus'"):
+        build(RECIPES, "newest", BOTH, {})
+    with pytest.raises(PluginError, match="is a recipe whose name is 'sliding'; both names must be the same"):
+        build(RECIPES, "other", BOTH, {})
+
+
 def test_rules_and_settings_of_another_package(install: Install) -> None:
     names = {"slow": "patience_methods:Slow", "warm": "patience_methods:warm"}
     install("patience", {"dgraph.policies": names})

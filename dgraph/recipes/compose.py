@@ -28,7 +28,7 @@ def combine(keys: type[RecipeOptions], rows: type[RecipeOptions]) -> type[Recipe
     if not issubclass(keys, KeyOptions) or issubclass(rows, KeyOptions):
         raise InputError(f"recipe {name!r}: {RULE}.")
     bases: tuple[Any, ...] = keys.__bases__
-    selecting, *own = bases
+    selecting, *own = bases if len(bases) > 1 else (keys,)  # a half from outside may come without rows of its own
     reason = obstacle(keys.window, rows.extent, rows.carries)
     if any(base.papers and base.papers == rows.papers for base in own):
         reason = f"is the half with the rows of {keys.name!r} already"

@@ -105,7 +105,7 @@ class KeyOptions(RecipeOptions):
 
     def selection(self, spec: ModelSpec) -> KVSelection:
         """The keys and values that are kept of a model; each method implements it."""
-        raise NotImplementedError(f"recipe {self.name!r} has no method selection(spec)")
+        raise InputError(f"recipe {self.name!r} selects no keys: its class has no method selection(spec).")
 
     def build(self, spec: ModelSpec) -> Recipe:
         """See `RecipeOptions`."""

@@ -69,7 +69,10 @@ class RecipeOptions:
 
     def build(self, spec: ModelSpec) -> Recipe:
         """The recipe for a model, without the options of every recipe; each recipe implements it."""
-        raise NotImplementedError(f"recipe {self.name!r} has no method build(spec)")
+        raise InputError(
+            f"recipe {self.name!r} forwards no rows by itself: its class has no method build(spec). Combine it with "
+            f"one that does, as {self.name + '+focus'!r}."
+        )
 
     def recipe(self, spec: ModelSpec) -> Recipe:
         """The recipe for a model.
