@@ -18,7 +18,7 @@ from dgraph.cli.app import app
 from dgraph.cli.options import bucket_list, read_options, read_prompts, recipe_options, shared_options
 from dgraph.cli.output import print_text
 from dgraph.errors import InputError, UnknownName
-from dgraph.recipes import types_of
+from dgraph.recipes import Ablation, types_of
 from dgraph.text.writer import dump
 from tests.cli.conftest import Run
 from tests.cli.folders import LAYERS
@@ -308,6 +308,17 @@ def test_options_are_read_as_the_type_of_their_default() -> None:
             read_options("option", defaults, [text])
     with pytest.raises(UnknownName, match="Did you mean 'keep'"):
         read_options("option", defaults, ["keeep=1"])
+
+
+def test_an_option_that_is_a_value_of_several_fields_is_read_with_plus_signs() -> None:
+    types = types_of(dgraph.RECIPES["focus"])
+    found = read_options("option", types, ["ablation=signal=importance+after=2", "alpha=2"])
+    assert found == {"ablation": Ablation(signal="importance", after=2), "alpha": 2.0}
+    assert str(found["ablation"]) == "signal=importance+after=2"
+    with pytest.raises(UnknownName, match=r"unknown field of ablation 'afer'\. Did you mean 'after'"):
+        read_options("option", types, ["ablation=afer=2"])
+    with pytest.raises(InputError, match="option ablation, after is a whole number, got 'x'"):
+        read_options("option", types, ["ablation=after=x"])
 
 
 def test_an_option_that_is_a_tuple_is_read_with_commas() -> None:
