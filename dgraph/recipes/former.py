@@ -1,4 +1,4 @@
-"""Names of release 0.1 that go with release 0.3: builder functions, and decorators of such functions."""
+"""Names of version 0.1 that go with version 0.3: builder functions, and decorators of such functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def builders(**recipes: type[RecipeOptions]) -> Callable[[str], Builder]:
     def find(name: str) -> Builder:
         if name not in recipes:
             raise AttributeError(f"no attribute {name!r}")
-        warn(f"the builder function {name} goes with release 0.3; use dgraph.recipes.{recipes[name].__name__}.")
+        warn(f"the builder function {name} goes with version 0.3; use dgraph.recipes.{recipes[name].__name__}.")
         return Builder(recipes[name])
 
     return find
@@ -25,13 +25,13 @@ def builders(**recipes: type[RecipeOptions]) -> Callable[[str], Builder]:
 
 def caching(builder: Callable[..., Recipe]) -> Callable[..., Recipe]:
     """Return the builder: every recipe has the option `kv_dtype`."""
-    warn("dgraph.recipes.caching goes with release 0.3; leave it out, every recipe has the option kv_dtype.")
+    warn("dgraph.recipes.caching goes with version 0.3; leave it out, every recipe has the option kv_dtype.")
     return builder
 
 
 def costing(*costs: Cost) -> Callable[[Callable[..., Recipe]], Callable[..., Recipe]]:
     """Declare the measured costs of a builder's defaults."""
-    warn("dgraph.recipes.costing goes with release 0.3; set RecipeOptions.costs.")
+    warn("dgraph.recipes.costing goes with version 0.3; set RecipeOptions.costs.")
 
     def declare(builder: Any) -> Callable[..., Recipe]:
         builder.costs = costs

@@ -62,10 +62,7 @@ class RecipeOptions:
     def __post_init__(self) -> None:
         for each in fields(self):
             if _FORMER in each.metadata and getattr(self, each.name) is not None:
-                warn(
-                    f"recipe {self.name!r}: the option {each.name!r} goes with the next release; "
-                    f"{each.metadata[_FORMER]}."
-                )
+                warn(f"recipe {self.name!r}: the option {each.name!r} goes with version 0.3; {each.metadata[_FORMER]}.")
 
     def build(self, spec: ModelSpec) -> Recipe:
         """The recipe for a model, without the options of every recipe; each recipe implements it."""
@@ -89,7 +86,7 @@ class RecipeOptions:
 
 
 def former(use: str) -> Any:
-    """Default of an option that goes with the next release; `use` says what to write in its place."""
+    """Default of an option that goes with version 0.3; `use` says what to write in its place."""
     return field(default=None, repr=False, metadata={_FORMER: use})
 
 
@@ -157,7 +154,7 @@ class Option:
         name, default: its name and default.
         annotation: its type as it is written.
         doc: its entry in the docstring.
-        former: True for one that goes with the next release.
+        former: True for one that goes with version 0.3.
     """
 
     name: str

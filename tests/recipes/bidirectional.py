@@ -68,13 +68,23 @@ class Setup:
         return generate(self.weights, self.config, prompt, method, max_new_tokens=new, block_length=block, **given)
 
     def optimized(
-        self, recipe: str, block: int, backend: str = "eager", buckets: Any = None, fresh: bool = False, **options: Any
+        self,
+        recipe: str,
+        block: int,
+        backend: str = "eager",
+        buckets: Any = None,
+        fresh: bool = False,
+        first: str | None = None,
+        **options: Any,
     ) -> Optimized:
         """The recipe, for blocks of that length; equal recipes share it, with the memory that they have taken, unless
         it is to be fresh.
+
+        first: `RowPlan.first` as a family with ("position") or without shifted logits ("policy") has it; None: its own.
         """
         model = replace(self.model, spec=replace(self.model.spec, block_length=block))
-        built = build(RECIPES, recipe, model.spec, options)
+        spec = model.spec if first is None else replace(model.spec, logit_shift=int(first == "position"))
+        built = build(RECIPES, recipe, spec, options)
         make = _optimized.__wrapped__ if fresh else _optimized
         return make(self, built, block, backend, Buckets.of(buckets))
 

@@ -111,7 +111,6 @@ def test_plans() -> None:
     shifted = tiny_spec(attention="bidirectional", logit_shift=1)
     as_published = RowPlan(Block(lead=False), first="position")
     assert build(RECIPES, "fast_dllm", shifted, {}).plan == as_published
-    assert build(RECIPES, "fast_dllm", shifted, POLICY).plan == RowPlan(Block())
     assert recipe("fast_dllm", cache="prefix", every=4).plan == RowPlan(Suffix(), Counted(every=4))
     assert recipe("dkv_cache", every=5).plan == RowPlan(All(), Counted(full_steps=2, every=5))
     assert recipe("dkv_cache").plan == RowPlan(All(), Counted(full_steps=2, every=8))

@@ -148,7 +148,7 @@ def test_former_options_still_work(name: str, former: dict[str, Any], now: dict[
     with pytest.warns(DgraphWarning) as told:
         assert recipe(name, **former) == recipe(name, **now)
     said = " ".join(str(each.message) for each in told)
-    assert all(f"the option {option!r} goes with the next release" in said for option in old)
+    assert all(f"the option {option!r} goes with version 0.3" in said for option in old)
 
 
 @pytest.mark.parametrize("name", ["fast_dllm", "dllm_serve", "sparse_dllm"])
@@ -168,15 +168,15 @@ def test_the_family_decides_the_first_commit_of_a_block(name: str) -> None:
 def test_former_builder_functions_still_work() -> None:
     from dgraph.recipes import bidirectional, sparse
 
-    with pytest.warns(DgraphWarning, match=r"fast_dllm goes with release 0\.3; use dgraph\.recipes\.FastDLLM"):
+    with pytest.warns(DgraphWarning, match=r"fast_dllm goes with version 0\.3; use dgraph\.recipes\.FastDLLM"):
         old = bidirectional.fast_dllm
     spec = replace(SPEC, attention="bidirectional")
     assert old(spec, cache="prefix") == build(RECIPES, "fast_dllm", spec, {"cache": "prefix"})
     with pytest.raises(AttributeError):
         sparse.fast_dllm  # noqa: B018
-    with pytest.warns(DgraphWarning, match="caching goes with release"):
+    with pytest.warns(DgraphWarning, match="caching goes with version"):
         assert caching(old) is old
-    with pytest.warns(DgraphWarning, match="costing goes with release"):
+    with pytest.warns(DgraphWarning, match="costing goes with version"):
 
         @costing(Cost("tiny_sdar", "its tasks", 4, 1.0, None, None, "mine"))
         def mine(spec: ModelSpec) -> Recipe:
