@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dgraph import moved
+from dgraph.errors import warn
 
 __version__ = "0.1.0"
 
@@ -22,20 +23,27 @@ API_VERSION = 1
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _HOMES = {
-    alias.name: str(node.module) for node in _STUB.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    alias.asname or alias.name: (str(node.module), alias.name)
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
-"""The module that each public name comes from; this package for a module."""
+"""The module that each public name comes from, and its name there, which differs for a former name."""
 
-__all__ = [name for name, home in _HOMES.items() if home != __name__]
+__all__ = [name for name, (home, now) in _HOMES.items() if home != __name__ and now == name]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] == __name__:
+    home, now = _HOMES[name]
+    if home == __name__:
         return import_module(f"{__name__}.{name}")
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
+    value = getattr(import_module(home), now)
+    if now == name:
+        globals()[name] = value
+    else:
+        warn(f"dgraph.{name} is dgraph.{now} since version 0.2; the former name goes with version 0.3.")
     return value
 
 

@@ -1,4 +1,7 @@
-"""The public names of dgraph, each with the module that it comes from; `dgraph/__init__.py` reads them here."""
+"""The public names of dgraph, each with the module that it comes from; `dgraph/__init__.py` reads them here.
+
+A name that is imported under another one is a former name: it works with a warning for one release.
+"""
 
 from dgraph import parallel as parallel
 from dgraph import ray as ray
@@ -35,5 +38,6 @@ from dgraph.text.views import diff as diff
 from dgraph.text.views import dump as dump
 from dgraph.text.views import explain as explain
 
+__all__: list[str]
 __version__: str
 API_VERSION: int

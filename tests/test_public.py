@@ -13,6 +13,7 @@ import pytest
 
 import dgraph
 from dgraph.cli.app import COMMANDS, Imported
+from dgraph.errors import DgraphWarning
 
 HEAVY = (
     "fastapi",
@@ -60,12 +61,20 @@ def test_every_public_name_is_there() -> None:
         dgraph.optimise  # noqa: B018
 
 
+def test_a_former_name_warns_at_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(dgraph._HOMES, "Prescription", ("dgraph.recipes", "Recipe"))
+    for _ in range(2):
+        with pytest.warns(DgraphWarning, match=r"dgraph\.Prescription is dgraph\.Recipe since version 0\.2"):
+            assert dgraph.Prescription is dgraph.Recipe
+    assert "Prescription" not in dgraph.__all__
+
+
 def test_type_checkers_know_the_public_names() -> None:
     """Also a package that does not check the body of dgraph, as py.typed and the stub are installed."""
     data = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
     assert data["tool"]["setuptools"]["package-data"]["dgraph"] == ["py.typed", "*.pyi"]
     names = {node.target.id for node in dgraph._STUB.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
-    assert names == {"__version__", "API_VERSION"}
+    assert names == {"__all__", "__version__", "API_VERSION"}
 
 
 def test_the_version_stands_in_one_file() -> None:
