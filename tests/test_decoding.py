@@ -13,7 +13,7 @@ import dgraph
 from dgraph.errors import InputError, UnknownName
 from dgraph.runtime import ConfidenceThreshold, StepRecord
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.policies import PRESETS, JointThreshold, policy_sampler, renoises
+from dgraph.runtime.policies import PRESETS, JointThreshold, policy_sampler, traits_of
 from dgraph.runtime.sampling.sampler import RowContext, Sampler
 from dgraph.testing import models, prompts
 
@@ -31,7 +31,7 @@ def focus() -> dgraph.Optimized:
     return dgraph.optimize("tiny_sdar", "focus", full_steps=0, backend="eager")
 
 
-@pytest.mark.parametrize("name", sorted(name for name in PRESETS if not renoises(PRESETS[name])))
+@pytest.mark.parametrize("name", sorted(name for name in PRESETS if not traits_of(PRESETS[name]).renoises))
 def test_every_published_rule_decodes_to_the_end(name: str) -> None:
     (tiny,) = models(None, "sdar")
     options = {**OPTIONS, "ignore_eos": True, **({"steps": 8} if hasattr(PRESETS[name], "steps") else {})}

@@ -15,7 +15,7 @@ from dgraph.errors import InputError
 from dgraph.families import Model, embedded
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.scripted_policy import BlockStep, History
-from dgraph.runtime.policies import Policy, edits
+from dgraph.runtime.policies import Policy, traits_of
 from dgraph.runtime.results import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.spec import ModelSpec
@@ -152,9 +152,9 @@ def obstacle(spec: ModelSpec, policy: Policy) -> str:
     if spec.noise == "uniform":
         return f"{spec.family} draws its canvas anew in every step (noise='uniform'); record one with a mask token"
     named = type(policy).__name__
-    if edits(policy):
+    if traits_of(policy).edits:
         return f"{named} also replaces tokens that it has committed; decode by a threshold"
-    if getattr(policy, "autoregressive", False):
+    if traits_of(policy).autoregressive:
         return f"{named} commits what encoded rows predict, in blocks that begin anywhere; decode by a threshold"
     return ""
 

@@ -22,7 +22,7 @@ from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
-from dgraph.runtime.policies import Mixture, kind_of, policy_key
+from dgraph.runtime.policies import Mixture, kind_of, policy_key, traits_of
 from dgraph.runtime.requests import (
     Request,
     Shape,
@@ -433,7 +433,7 @@ class Driver:
 
     def _first_block(self, request: Request) -> int:
         """Tokens of a response that lie in its first block; one under an autoregressive rule."""
-        block = 1 if getattr(request.decoding.rule, "autoregressive", False) else self.shape.block
+        block = 1 if traits_of(request.decoding.rule).autoregressive else self.shape.block
         filled = len(request.ids) % block if self.session.spec.aligned else 0
         return min(block - filled, request.decoding.max_new_tokens)
 

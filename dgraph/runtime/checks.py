@@ -17,7 +17,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.step_inputs import OFFERS, declared
-from dgraph.runtime.policies import Policy, check_needs, edits, foresees, renoises, statistics_of
+from dgraph.runtime.policies import Policy, check_needs, statistics_of, traits_of
 from dgraph.runtime.requests import Canvas
 from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.spec import ModelSpec
@@ -141,7 +141,7 @@ def check_keep_kv(plan: RowPlan | None, windows: Iterable[int]) -> None:
 
 def check_plan(policy: Policy, plan: RowPlan | None) -> None:
     """Refuse a policy that decides by predictions if the plan must know the commits of a step before its forward."""
-    if plan is not None and plan.region.foresees and not foresees(policy):
+    if plan is not None and plan.region.foresees and not traits_of(policy).foresees:
         raise InputError(
             f"{plan} forwards the rows that a step decodes from, so what it commits must be known before its forward, "
             f"which {policy!r} does not say. Use policy='dkv_greedy' with its steps per block (random remasking in an "
@@ -183,7 +183,7 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
                 f"Use 'dense' with block_cache='off', or leave out cached=True.",
                 field="policy",
             )
-    if not edits(policy):
+    if not traits_of(policy).edits:
         return
     if block_cache != "off":
         raise InputError(
@@ -209,7 +209,7 @@ def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
     Raises:
         InputError: they do not fit.
     """
-    if renoises(policy) != (spec.noise == "uniform"):
+    if traits_of(policy).renoises != (spec.noise == "uniform"):
         has = "random tokens where nothing is decoded" if spec.noise == "uniform" else "a mask token"
         other = "policy='renoise'" if spec.noise == "uniform" else "a threshold"
         raise InputError(
@@ -217,13 +217,13 @@ def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
             f"{other}.",
             field="policy",
         )
-    if renoises(policy) and sampler.temperature > 0:
+    if traits_of(policy).renoises and sampler.temperature > 0:
         raise InputError(
             f"temperature={sampler.temperature}: {type(policy).__name__} draws at temperatures of its own; set its "
             f"t_min and t_max.",
             field="temperature",
         )
-    if getattr(policy, "autoregressive", False) and spec.encoding != "causal":
+    if traits_of(policy).autoregressive and spec.encoding != "causal":
         raise InputError(
             f"{type(policy).__name__} commits what causal rows predict, but {spec.family} encodes whole blocks "
             f"(encoding={spec.encoding!r}); use it with a model of encoding='causal', such as nemotron, or decode by "

@@ -11,7 +11,7 @@ from dgraph.lowering.program import Program
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.store import KVStore
-from dgraph.runtime.policies import edits
+from dgraph.runtime.policies import traits_of
 from dgraph.spec import ModelSpec
 
 Canvas = tuple[int | None, ...]
@@ -211,4 +211,4 @@ def settled_end(request: Request, start: int) -> int:
 
     Policies that edit can still replace those of the block.
     """
-    return min(request.end, start) if edits(request.decoding.rule) else request.end
+    return min(request.end, start) if traits_of(request.decoding.rule).edits else request.end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from dgraph.plans.regions import All, Block, Next, Suffix
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
-from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, policy_of
+from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, Traits, policy_of
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.packed_rows import RowResults
 from tests.runtime.fake import FakeProgram, fake_spec, summary
@@ -45,7 +45,7 @@ def begin(prompts: list[list[int]], new: int, plan: RowPlan = DUAL, block: int =
 class Coming(ConfidenceThreshold):
     """Says that a column comes next."""
 
-    foresees = True
+    traits: ClassVar[Traits] = Traits(foresees=True)
 
     def __init__(self, column: int):
         super().__init__(0.5)

@@ -33,10 +33,9 @@ from dgraph.runtime.policies import (
     Mixture,
     Policy,
     SelfSpeculation,
-    foresees,
     policy_of,
-    renoises,
     statistics_of,
+    traits_of,
 )
 from dgraph.runtime.requests import Request
 from dgraph.runtime.state.bidirectional import CanvasState
@@ -62,8 +61,8 @@ RULES: dict[str, Policy] = {
     "dream_warm": Dream(alg="maskgit_plus", alg_temp=0.5),
     "script": Script(BLOCK, (tuple(BlockStep((c,), tuple(range(c, BLOCK))) for c in range(BLOCK)),)),
 }
-CAUSAL = {name: rule for name, rule in RULES.items() if getattr(rule, "autoregressive", False)}
-RENOISING = {name: rule for name, rule in RULES.items() if renoises(rule)}
+CAUSAL = {name: rule for name, rule in RULES.items() if traits_of(rule).autoregressive}
+RENOISING = {name: rule for name, rule in RULES.items() if traits_of(rule).renoises}
 PLANS = {
     "step": None,
     "mixed": None,
@@ -126,7 +125,7 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
     }
     if asked := statistics_of(advance.rule.policy):
         said["measured"] = torch.randint(0, 90, (n, len(asked)), generator=draw).float()
-    if renoises(advance.rule.policy):
+    if traits_of(advance.rule.policy).renoises:
         said["draw"] = torch.randint(0, 90, (n,), generator=draw)
     if evicting:
         said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)
@@ -195,7 +194,7 @@ def test_every_rule_of_random_canvases_can_be_traced(name: str) -> None:
     [
         ("every", "confidence_threshold"),
         ("hidden", "confidence_threshold"),
-        *(("next", name) for name, rule in RULES.items() if foresees(rule)),
+        *(("next", name) for name, rule in RULES.items() if traits_of(rule).foresees),
     ],
 )
 def test_every_plan_can_be_traced(kind: str, name: str) -> None:

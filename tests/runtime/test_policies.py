@@ -26,13 +26,10 @@ from dgraph.runtime.policies import (
     HierarchicalRemask,
     JointThreshold,
     check_needs,
-    edits,
-    may_wait,
-    moves,
     needs_of,
     options_of,
     policy_of,
-    remasks,
+    traits_of,
 )
 from dgraph.runtime.state.packed_rows import StepRows, row_results
 
@@ -263,16 +260,20 @@ def test_a_policy_of_ones_own_needs_only_choose() -> None:
         def choose(self, candidates: Candidates) -> Tensor:
             return candidates.committable
 
-    assert not edits(All())
-    assert not may_wait(All())
+    assert not traits_of(All()).edits
+    assert not traits_of(All()).may_wait
     check_needs(All(), ())
-    assert may_wait(Dream())
-    assert edits(JointThreshold())
-    assert not remasks(All())
-    assert [p.name for p in EVERY if remasks(p)] == ["hierarchical_remask"]
-    assert {p.name for p in EVERY if edits(p)} == {"joint_threshold", "joint_threshold_indel", "hierarchical_remask"}
-    assert {p.name for p in EVERY if moves(p)} == {"joint_threshold_indel"}
-    assert {p.name for p in EVERY if p.may_wait} == {"dream", "renoise", "self_speculation"}
+    assert traits_of(Dream()).may_wait
+    assert traits_of(JointThreshold()).edits
+    assert not traits_of(All()).remasks
+    assert [p.name for p in EVERY if traits_of(p).remasks] == ["hierarchical_remask"]
+    assert {p.name for p in EVERY if traits_of(p).edits} == {
+        "joint_threshold",
+        "joint_threshold_indel",
+        "hierarchical_remask",
+    }
+    assert {p.name for p in EVERY if traits_of(p).moves} == {"joint_threshold_indel"}
+    assert {p.name for p in EVERY if traits_of(p).may_wait} == {"dream", "renoise", "self_speculation"}
 
 
 def test_program_outputs_come_back_with_margin_and_entropy() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,21 +29,19 @@ from dgraph.runtime.policies import (
     Mixture,
     Policy,
     Sequential,
+    Traits,
     carries_of,
-    edits,
-    foresees,
     kind_of,
-    may_wait,
     needs_of,
-    overrules,
+    per_sequence,
     policy_key,
-    remasks,
     row_of,
     settings_spec,
     statistics_of,
     steps_of,
+    traits_of,
 )
-from dgraph.runtime.policies.mixture import Attribute, Refusals, noting_none, refusing
+from dgraph.runtime.policies.mixture import Refusals, noting_none, refusing
 from tests.runtime.formulas import draw, together
 from tests.runtime.test_policies_settings import RULES, carrying, decided, other, part
 from tests.runtime.test_statistics import Stable
@@ -66,8 +64,7 @@ class Paced(DecodeRule):
     pause: int = 1
 
     name: ClassVar[str] = "paced"
-    may_wait: ClassVar[bool] = True
-    foresees: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(may_wait=True, foresees=True)
     per_request: ClassVar[tuple[str, ...]] = ("pause",)
 
     @property
@@ -99,7 +96,7 @@ def request(name: str, rng: random.Random) -> Any:
 
 def mixed(mixture: Mixture, policies: list[Policy], rng: random.Random) -> Candidates:
     """Random candidates of sequences with these policies, as a runtime gives them; what is of other kinds is 0."""
-    sequences = [draw(rng, BLOCK, edits(policy)) for policy in policies]
+    sequences = [draw(rng, BLOCK, traits_of(policy).edits) for policy in policies]
     rows = [row_of(mixture, policy) for policy in policies]
     settings = {
         name: torch.tensor([row.get(name, 0) for _, row in rows], dtype=dtype)
@@ -218,7 +215,7 @@ def test_a_kind_that_raised_is_asked_no_more(name: str, method: str) -> None:
 def test_one_kind_alone_is_that_kind(name: str) -> None:
     rng, kind = random.Random(1), kind_of(EVERY[name])
     mixture = Mixture((kind,))
-    for attribute in (may_wait, edits, remasks, overrules, foresees, needs_of, statistics_of):
+    for attribute in (traits_of, needs_of, statistics_of):
         assert attribute(mixture) == attribute(kind)
     assert [replace(each, name=each.name.removeprefix("0.")) for each in mixture.carries] == [*carries_of(kind)]
     policies = [request(name, rng) for _ in range(4)]
@@ -250,24 +247,15 @@ def test_one_kind_alone_asks_for_no_kind() -> None:
 
 def test_what_differs_from_kind_to_kind() -> None:
     mixture = Mixture.of([ConfidenceThreshold(0.5), JointThreshold(), HierarchicalRemask(), Dream(), SCRIPT])
-    want: dict[Attribute, tuple[int, ...]] = {
-        "edits": (0, 1, 1, 0, 0),
-        "remasks": (0, 0, 1, 0, 0),
-        "moves": (0, 0, 0, 0, 0),
-        "may_wait": (0, 0, 0, 1, 0),
-        "overrules": (0, 0, 0, 0, 1),
-        "foresees": (0, 0, 0, 0, 0),
-        "autoregressive": (0, 0, 0, 0, 0),
-        "drafts": (0, 0, 0, 0, 0),
-        "renoises": (0, 0, 0, 0, 0),
-    }
-    assert set(want) == set(get_args(Attribute))
+    want = (Traits(), Traits(edits=True), Traits(edits=True, remasks=True), Traits(may_wait=True), SCRIPT.traits)
+    assert mixture.kind_traits == want
+    assert SCRIPT.traits == Traits(overrules=True)
+    assert mixture.traits == Traits(edits=True, remasks=True, may_wait=True, overrules=True)
     kind = torch.tensor([4, 0, 3, 1, 2, 1])
-    for attribute, each in want.items():
-        assert mixture.each(attribute) == tuple(map(bool, each))
-        found = mixture.where(attribute, kind)
-        assert (found.dtype, found.tolist()) == (torch.bool, [bool(each[index]) for index in kind])
-        assert getattr(mixture, attribute) == any(each)
+    edited = per_sequence(lambda traits: traits.edits, mixture, kind)
+    assert isinstance(edited, Tensor)
+    assert (edited.dtype, edited.tolist()) == (torch.bool, [False, False, False, True, True, True])
+    assert per_sequence(lambda traits: traits.drafts, mixture, kind) is False, "one bool for all"
     assert needs_of(mixture) == {"editable", "passes", "forwards", "entropy"}
 
 

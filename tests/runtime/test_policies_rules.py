@@ -18,8 +18,8 @@ from dgraph.runtime.policies import (
     FixedSteps,
     HierarchicalRemask,
     Sequential,
-    foresees,
     policy_of,
+    traits_of,
 )
 from tests.runtime.formulas import (
     NONE,
@@ -84,14 +84,14 @@ def test_a_rule_is_its_formula(
     assert isinstance(policy, DecodeRule)
     rng = random.Random(f"{name} {options} {block}")
     for _ in range(40):
-        sequences = [draw(rng, block, policy.edits) for _ in range(rng.randint(1, 5))]
+        sequences = [draw(rng, block, traits_of(policy).edits) for _ in range(rng.randint(1, 5))]
         chosen = policy.choose(together(sequences))
         assert chosen.dtype == torch.bool
         for sequence, row in zip(sequences, chosen, strict=True):
             got = row.nonzero()[:, 0].tolist()
             assert got == sorted(formula(sequence, **options)), sequence
-            assert policy.edits or set(got) <= set(sequence.open)
-            assert got or policy.may_wait or not sequence.open
+            assert traits_of(policy).edits or set(got) <= set(sequence.open)
+            assert got or traits_of(policy).may_wait or not sequence.open
 
 
 @pytest.mark.parametrize("block", [1, 4, 13, 32])
@@ -106,7 +106,7 @@ def test_a_rule_is_its_formula(
 def test_what_is_foreseen_is_what_is_chosen(formula: Callable[..., list[int]], policy: Any, block: int) -> None:
     """In order, if every masked position gets a candidate."""
     rng = random.Random(f"{policy} {block}")
-    assert foresees(policy)
+    assert traits_of(policy).foresees
     for _ in range(40):
         sequences = [draw(rng, block) for _ in range(rng.randint(1, 5))]
         for sequence in sequences:
@@ -122,11 +122,11 @@ def test_what_is_foreseen_is_what_is_chosen(formula: Callable[..., list[int]], p
 
 
 def test_who_foresees() -> None:
-    found = {name for name, policy in PRESETS.items() if foresees(policy)}
+    found = {name for name, policy in PRESETS.items() if traits_of(policy).foresees}
     assert found == {"dkv_greedy"}
-    assert not foresees(FixedSteps(3))
-    assert not foresees(FixedSteps(3, remasking="random"))
-    assert not foresees(object())  # type: ignore[arg-type]
+    assert not traits_of(FixedSteps(3)).foresees
+    assert not traits_of(FixedSteps(3, remasking="random")).foresees
+    assert not traits_of(object()).foresees
 
 
 def test_no_sequences_are_no_decisions() -> None:

@@ -29,16 +29,12 @@ from dgraph.runtime.policies import (
     Policy,
     Sequential,
     carries_of,
-    edits,
-    foresees,
     kind_of,
-    moves,
     per_request,
     policy_key,
     policy_of,
-    remasks,
-    renoises,
     settings_of,
+    traits_of,
     with_settings,
 )
 from dgraph.runtime.sampling.sampler import Sampler
@@ -110,16 +106,16 @@ def decided(policy: Any, candidates: Candidates) -> dict[str, Tensor]:
     """All that a policy says of a step, its own carried tensors given in `Candidates.carried`."""
     chosen = policy.choose(candidates)
     found = {"chosen": chosen}
-    if edits(policy):
+    if traits_of(policy).edits:
         found["settled"] = policy.settled(candidates, chosen)
-    if remasks(policy):
+    if traits_of(policy).remasks:
         found["back"] = policy.remask(candidates, chosen)
-    if moves(policy):
+    if traits_of(policy).moves:
         found["said"], found["source"] = policy.move(candidates, chosen)
-    if foresees(policy):
+    if traits_of(policy).foresees:
         seen = candidates.masked, candidates.step, candidates.decoded, candidates.order
         found["coming"] = policy.foresee(*seen)
-    if renoises(policy):
+    if traits_of(policy).renoises:
         found["kept"] = policy.keep(candidates)
     return found | (dict(policy.carry(candidates, chosen)) if carries_of(policy) else {})
 
@@ -130,7 +126,9 @@ def decided(policy: Any, candidates: Candidates) -> dict[str, Tensor]:
 def test_settings_of_each_sequence_are_the_numbers_of_one(name: str, seed: int, block: int, b: int) -> None:
     rng = random.Random(seed)
     rules = [other(RULES[name], rng) for _ in range(b)]
-    candidates = carrying(RULES[name], together([draw(rng, block, edits(RULES[name])) for _ in range(b)]), rng)
+    candidates = carrying(
+        RULES[name], together([draw(rng, block, traits_of(RULES[name]).edits) for _ in range(b)]), rng
+    )
     got = decided(with_settings(kind_of(rules[0]), stacked(rules)), candidates)
     for at, rule in enumerate(rules):
         alone = decided(rule, part(candidates, slice(at, at + 1)))
@@ -242,7 +240,7 @@ def test_a_setting_must_be_a_number(wrong: str, got: str) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_what_was_compiled_serves_other_settings(name: str) -> None:
     rng, rule = random.Random(2), RULES[name]
-    seen = carrying(rule, together([draw(rng, 8, edits(rule)) for _ in range(3)]), rng)
+    seen = carrying(rule, together([draw(rng, 8, traits_of(rule).edits) for _ in range(3)]), rng)
     first = stacked([other(rule, rng) for _ in range(3)])
 
     def function(confidence: Tensor, *values: Tensor) -> list[tuple[int, Tensor]]:

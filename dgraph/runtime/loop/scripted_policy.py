@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.runtime.policies import Candidates
+from dgraph.runtime.policies import Candidates, Traits
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.packed_rows import StepRows
 
@@ -69,7 +69,7 @@ class Script:
 
     block: int
     histories: tuple[History, ...]
-    overrules: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(overrules=True)
     _tables: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ def _given(value: Tensor | None) -> Tensor:
 
 def _temperature(at: Moment) -> Tensor:
     policy, state = at.rule.policy, at.state
-    heat = policy.heat(state.forwards, state.kind, state.settings) if policy.renoises else state.temperature
+    heat = policy.heat(state.forwards, state.kind, state.settings) if policy.traits.renoises else state.temperature
     return heat[at.rows.sequence]
 
 

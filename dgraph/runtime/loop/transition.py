@@ -191,7 +191,7 @@ class Advance:
                 self.inputs[name].copy_(value)
 
     def _rows_of(self, state: DecodeState) -> StepRows:
-        editing = per_sequence("edits", self.rule.policy, state.kind)
+        editing = per_sequence(lambda traits: traits.edits, self.rule.policy, state.kind)
         return state.rows(self.capacity, editing)
 
     def prefilled(self, outputs: Mapping[str, Tensor], took_part: Tensor) -> None:

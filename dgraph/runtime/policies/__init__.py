@@ -9,11 +9,11 @@ of `DecodeRule`) or settings of one (an object) through the entry-point group `d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import InputError, UnknownName, warn
 from dgraph.plugins import Table
 from dgraph.runtime.policies.autoregressive import Autoregressive, SelfSpeculation
 from dgraph.runtime.policies.base import (
@@ -23,16 +23,9 @@ from dgraph.runtime.policies.base import (
     Policy,
     carries_of,
     check_needs,
-    edits,
-    foresees,
-    may_wait,
-    moves,
     needs_of,
-    overrules,
     policy_key,
     policy_sampler,
-    remasks,
-    renoises,
     setting,
     statistics_of,
     steps_of,
@@ -47,6 +40,7 @@ from dgraph.runtime.policies.mixture import Mixture, per_sequence, row_of, setti
 from dgraph.runtime.policies.renoise import Renoise
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask, SubBlocks
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
+from dgraph.runtime.policies.traits import TRAITS, Traits, traits_of
 from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
 
 GROUP = "dgraph.policies"
@@ -218,6 +212,14 @@ def _settable(rule: DecodeRule | type[DecodeRule]) -> dict[str, Field[Any]]:
     return {f.name: f for f in fields(rule) if f.name != "sampler" and f.init}
 
 
+def __getattr__(name: str) -> Callable[[Policy], bool]:
+    """The function that told a trait before there was `traits_of`; it goes with the next release."""
+    if name not in TRAITS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn(f"{__name__}.{name} goes with the next release; use traits_of(policy).{name}.")
+    return lambda policy: getattr(traits_of(policy), name)
+
+
 __all__ = [
     "POLICIES",
     "PRESETS",
@@ -244,24 +246,18 @@ __all__ = [
     "SelfSpeculation",
     "Sequential",
     "SubBlocks",
+    "Traits",
     "carries_of",
     "check_needs",
     "chosen_policy",
-    "edits",
-    "foresees",
     "kind_of",
-    "may_wait",
-    "moves",
     "needs_of",
     "options_of",
-    "overrules",
     "per_request",
     "per_sequence",
     "policy_key",
     "policy_of",
     "policy_sampler",
-    "remasks",
-    "renoises",
     "row_of",
     "setting",
     "settings_of",
@@ -269,5 +265,6 @@ __all__ = [
     "statistics_of",
     "steps_of",
     "sub_blocks",
+    "traits_of",
     "with_settings",
 ]

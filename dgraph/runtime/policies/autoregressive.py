@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dgraph.plans.papers import NEMOTRON, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule
+from dgraph.runtime.policies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Autoregressive(DecodeRule):
 
     papers: ClassVar[tuple[Paper, ...]] = (NEMOTRON,)
     name: ClassVar[str] = "autoregressive"
-    autoregressive: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(autoregressive=True)
 
     def choose(self, candidates: Candidates) -> Tensor:
         return torch.zeros_like(candidates.masked)  # `TwoModeState` commits the prediction
@@ -43,9 +44,7 @@ class SelfSpeculation(DecodeRule):
 
     papers: ClassVar[tuple[Paper, ...]] = (NEMOTRON,)
     name: ClassVar[str] = "self_speculation"
-    autoregressive: ClassVar[bool] = True
-    drafts: ClassVar[bool] = True
-    may_wait: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(autoregressive=True, drafts=True, may_wait=True)
 
     def choose(self, candidates: Candidates) -> Tensor:
         return torch.zeros_like(candidates.masked)  # a draft commits nothing

@@ -14,6 +14,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.statistics import BY_NAME, GIVEN, Statistic, declare
 from dgraph.plans.papers import Paper
+from dgraph.runtime.policies.traits import Traits
 from dgraph.runtime.sampling.sampler import Sampler
 
 ORIGINS = {
@@ -169,15 +170,7 @@ class DecodeRule:
     Attributes:
         papers: publications of the rule; `dgraph.plans.papers.OURS` for none.
         name: name of the rule in `policy_of`.
-        may_wait: a step may commit nothing.
-        edits: `choose` may also replace decoded tokens, and `settled` says when a block is done.
-        remasks: it edits, and `remask` turns decoded tokens into masks again.
-        moves: it edits, and `move` says where tokens go.
-        autoregressive: each step commits the tokens that causal rows predict for the position after them, whatever
-            `choose` returns (see `dgraph.runtime.state.encode_denoise`).
-        drafts: a step that denoises a block first predicts the tokens of these causal rows.
-        renoises: positions that are not committed are drawn again, or random, in the next step. The rule then has
-            `keep` and `heat`, and commits all of a block at once.
+        traits: what the rule can do beyond `choose`, a `Traits` value; see there for the methods that it then has.
         sampler: sampler of the rule, unless a caller gives another; None takes the most likely token.
 
     `per_request` names numeric fields that may differ between the sequences of a batch. The methods must then take a
@@ -189,14 +182,12 @@ class DecodeRule:
 
     papers: ClassVar[tuple[Paper, ...]] = ()
     name: ClassVar[str]
-    may_wait: ClassVar[bool] = False
-    edits: ClassVar[bool] = False
-    remasks: ClassVar[bool] = False
-    moves: ClassVar[bool] = False
-    autoregressive: ClassVar[bool] = False
-    drafts: ClassVar[bool] = False
-    renoises: ClassVar[bool] = False
     sampler: Sampler | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def traits(self) -> Traits:
+        """See `DecodeRule`; a class that can do more has traits: ClassVar[Traits] instead."""
+        return Traits()
 
     @property
     def per_request(self) -> tuple[str, ...]:
@@ -228,11 +219,6 @@ class DecodeRule:
         values = asdict(replace(self, sampler=None))
         found = {"rule": self.name, **{f.name: values[f.name] for f in fields(self) if f.init and f.name != "sampler"}}
         return found if self.sampler is None else {**found, "sampler": self.sampler.to_json()}
-
-    @property
-    def foresees(self) -> bool:
-        """True if the columns that a step commits are known before its forward; the rule then has `foresee`."""
-        return False
 
     @property
     def sub_block(self) -> int | None:
@@ -380,41 +366,6 @@ def statistics_of(policy: Policy) -> tuple[Statistic, ...]:
 def carries_of(policy: Policy) -> tuple[Carried, ...]:
     """Tensors that a policy carries from step to step."""
     return tuple(getattr(policy, "carries", ()))
-
-
-def may_wait(policy: Policy) -> bool:
-    """True if a step of the policy may commit nothing."""
-    return bool(getattr(policy, "may_wait", False))
-
-
-def edits(policy: Policy) -> bool:
-    """True if the policy replaces decoded tokens; it then has `settled`, see `DecodeRule`."""
-    return bool(getattr(policy, "edits", False))
-
-
-def overrules(policy: Policy) -> bool:
-    """True if the policy decides every step, whatever a plan says of a block's first one."""
-    return bool(getattr(policy, "overrules", False))
-
-
-def remasks(policy: Policy) -> bool:
-    """True if the policy turns decoded tokens into masks again; it then has `remask`, see `DecodeRule`."""
-    return bool(getattr(policy, "remasks", False))
-
-
-def moves(policy: Policy) -> bool:
-    """True if the policy changes how many tokens a block has; it then has `move`, see `DecodeRule`."""
-    return bool(getattr(policy, "moves", False))
-
-
-def renoises(policy: Policy) -> bool:
-    """True if the policy draws uncommitted positions again; it then has `keep` and `heat`, see `DecodeRule`."""
-    return bool(getattr(policy, "renoises", False))
-
-
-def foresees(policy: Policy) -> bool:
-    """True if the policy knows before a step which columns it commits; it then has `foresee`, see `DecodeRule`."""
-    return bool(getattr(policy, "foresees", False))
 
 
 def check_needs(policy: Policy, given: Collection[str]) -> None:

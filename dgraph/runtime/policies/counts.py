@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dgraph.plans.papers import DKV_CACHE, LLADA, SDAR, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, first_columns, leftmost, rank, share, steps_of
+from dgraph.runtime.policies.traits import Traits
 
 SCHEDULES = ("block", "masks")
 REMASKING = ("low_confidence", "random", "random_order")
@@ -47,7 +48,7 @@ class FixedSteps(DecodeRule):
     @property
     def per_request(self) -> tuple[str, ...]:
         """The field `steps`, unless it sets how many columns are foreseen: that number is a shape."""
-        return () if self.foresees else ("steps",)
+        return () if self.traits.foresees else ("steps",)
 
     def __post_init__(self) -> None:
         self.check_steps(self.steps, optional=False)
@@ -59,8 +60,8 @@ class FixedSteps(DecodeRule):
         return frozenset({_DRAWS[self.remasking]} if self.remasking in _DRAWS else ())
 
     @property
-    def foresees(self) -> bool:
-        return self.remasking == "random_order"
+    def traits(self) -> Traits:
+        return Traits(foresees=self.remasking == "random_order")
 
     def choose(self, candidates: Candidates) -> Tensor:
         committable = candidates.committable
@@ -93,6 +94,7 @@ class Sequential(DecodeRule):
 
     papers: ClassVar[tuple[Paper, ...]] = (SDAR,)
     name: ClassVar[str] = "sequential"
+    traits: ClassVar[Traits] = Traits(foresees=True)
 
     def __post_init__(self) -> None:
         self.check_steps(self.steps)
@@ -101,10 +103,6 @@ class Sequential(DecodeRule):
         committable = candidates.committable
         block = committable.shape[1]
         return leftmost(committable, share(block, self.steps or block, candidates.step))
-
-    @property
-    def foresees(self) -> bool:
-        return True
 
     def foresee(self, masked: Tensor, step: Tensor, decoded: Tensor, order: Tensor) -> Tensor:
         """See `DecodeRule.foresee`."""

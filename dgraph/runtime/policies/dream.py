@@ -12,6 +12,7 @@ from torch import Tensor
 from dgraph.plans.papers import DREAM, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, rank, setting, steps_of
 from dgraph.runtime.policies.thresholds import THRESHOLD
+from dgraph.runtime.policies.traits import Traits
 
 ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
@@ -45,7 +46,7 @@ class Dream(DecodeRule):
 
     papers: ClassVar[tuple[Paper, ...]] = (DREAM,)
     name: ClassVar[str] = "dream"
-    may_wait: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(may_wait=True)
 
     @property
     def per_request(self) -> tuple[str, ...]:

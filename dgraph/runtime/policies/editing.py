@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dgraph.plans.papers import LLADA21, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, best, setting
+from dgraph.runtime.policies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class JointThreshold(DecodeRule):
     papers: ClassVar[tuple[Paper, ...]] = (LLADA21,)
     name: ClassVar[str] = "joint_threshold"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "edit_threshold", "max_post_edit_steps")
-    edits: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(edits=True)
 
     def __post_init__(self) -> None:
         self.check_threshold()

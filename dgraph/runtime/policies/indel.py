@@ -13,6 +13,7 @@ from dgraph.ops.statistics import OtherToken, Statistic
 from dgraph.plans.papers import LLADA22, Paper
 from dgraph.runtime.policies.base import Candidates, Carried, rank, setting
 from dgraph.runtime.policies.editing import JointThreshold
+from dgraph.runtime.policies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class JointThresholdInDel(JointThreshold):
     papers: ClassVar[tuple[Paper, ...]] = (LLADA22,)
     name: ClassVar[str] = "joint_threshold_indel"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "edit_threshold", "max_post_edit_steps")
-    moves: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(edits=True, moves=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

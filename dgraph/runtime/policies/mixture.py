@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +21,12 @@ from dgraph.runtime.policies.base import (
     DecodeRule,
     Policy,
     carries_of,
-    edits,
-    foresees,
-    moves,
     policy_key,
-    remasks,
-    renoises,
     statistics_of,
 )
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
+from dgraph.runtime.policies.traits import Traits, traits_of
 
-Attribute = Literal[
-    "may_wait", "edits", "remasks", "moves", "overrules", "foresees", "autoregressive", "drafts", "renoises"
-]
-"""Boolean attributes of a policy that may differ between kinds."""
 T = TypeVar("T")
 
 
@@ -128,65 +120,15 @@ class Mixture:
             for each in carries_of(kind)
         )
 
-    def each(self, attribute: Attribute) -> tuple[bool, ...]:
-        """Value of the attribute for each kind."""
-        return tuple(bool(getattr(kind, attribute, False)) for kind in self.kinds)
-
-    def where(self, attribute: Attribute, kind: Tensor) -> Tensor:
-        """bool[b]: value of the attribute for each sequence; kind i64[b] as in `Candidates`."""
-        each = self.each(attribute)
-        if len(set(each)) == 1:
-            return torch.full_like(kind, each[0], dtype=torch.bool)
-        found = torch.zeros_like(kind, dtype=torch.bool)
-        for index, true in enumerate(each):
-            if true:
-                found = found | (kind == index)
-        return found
+    @cached_property
+    def kind_traits(self) -> tuple[Traits, ...]:
+        """Traits of each kind."""
+        return tuple(map(traits_of, self.kinds))
 
     @property
-    def may_wait(self) -> bool:
-        """True if any kind may wait."""
-        return any(self.each("may_wait"))
-
-    @property
-    def edits(self) -> bool:
-        """True if any kind edits."""
-        return any(self.each("edits"))
-
-    @property
-    def remasks(self) -> bool:
-        """True if any kind remasks."""
-        return any(self.each("remasks"))
-
-    @property
-    def moves(self) -> bool:
-        """True if any kind moves tokens."""
-        return any(self.each("moves"))
-
-    @property
-    def overrules(self) -> bool:
-        """True if any kind overrules."""
-        return any(self.each("overrules"))
-
-    @property
-    def foresees(self) -> bool:
-        """True if any kind foresees."""
-        return any(self.each("foresees"))
-
-    @property
-    def autoregressive(self) -> bool:
-        """True if any kind commits the predictions of causal rows."""
-        return any(self.each("autoregressive"))
-
-    @property
-    def drafts(self) -> bool:
-        """True if any kind drafts."""
-        return any(self.each("drafts"))
-
-    @property
-    def renoises(self) -> bool:
-        """True if any kind draws again; then all do, since a model has one kind of canvas."""
-        return any(self.each("renoises"))
+    def traits(self) -> Traits:
+        """Traits of any kind; either all kinds draw again or none, since a model has one kind of canvas."""
+        return Traits.union(self.kind_traits)
 
     def keep(self, candidates: Candidates) -> Tensor:
         """See `DecodeRule.keep`; all False for kinds that do not draw again."""
@@ -194,13 +136,13 @@ class Mixture:
         def none(own: Candidates) -> Tensor:
             return torch.zeros_like(own.masked)
 
-        return self._each(candidates, lambda rule, own: rule.keep(own) if renoises(rule) else none(own), none)
+        return self._each(candidates, lambda rule, own: rule.keep(own) if traits_of(rule).renoises else none(own), none)
 
     def heat(self, step: Tensor, kind: Tensor | None = None, settings: Mapping[str, Tensor] | None = None) -> Tensor:
         """See `DecodeRule.heat`; 0 for kinds that do not draw again. kind, settings: see `Candidates`."""
         none = partial(torch.zeros_like, step, dtype=torch.float32)
         found = [
-            _asked(index, partial(rule.heat, step), none) if renoises(rule) else none()
+            _asked(index, partial(rule.heat, step), none) if traits_of(rule).renoises else none()
             for index, rule in enumerate(self._rules(kind, settings or {}))
         ]
         return _by_kind(found, kind)
@@ -220,7 +162,9 @@ class Mixture:
             return DecodeRule().settled(own, chosen)
 
         return self._each(
-            candidates, lambda rule, own: rule.settled(own, chosen) if edits(rule) else complete(own), complete
+            candidates,
+            lambda rule, own: rule.settled(own, chosen) if traits_of(rule).edits else complete(own),
+            complete,
         )
 
     def remask(self, candidates: Candidates, chosen: Tensor) -> Tensor:
@@ -229,14 +173,16 @@ class Mixture:
         def none(own: Candidates) -> Tensor:
             return torch.zeros_like(chosen)
 
-        return self._each(candidates, lambda rule, own: rule.remask(own, chosen) if remasks(rule) else none(own), none)
+        return self._each(
+            candidates, lambda rule, own: rule.remask(own, chosen) if traits_of(rule).remasks else none(own), none
+        )
 
     def move(self, candidates: Candidates, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """See `DecodeRule.move`; for kinds that do not move, every token stays in its column."""
         column = torch.arange(chosen.shape[1], device=chosen.device).expand_as(candidates.token)
         found = [
             _asked(index, partial(rule.move, own, chosen), lambda: (candidates.token, column))
-            if moves(rule)
+            if traits_of(rule).moves
             else (candidates.token, column)
             for index, (rule, own) in enumerate(self._own(candidates))
         ]
@@ -272,7 +218,9 @@ class Mixture:
             return torch.full_like(step, -1)[:, None]
 
         found = [
-            _asked(index, partial(rule.foresee, masked, step, decoded, order), nothing) if foresees(rule) else nothing()
+            _asked(index, partial(rule.foresee, masked, step, decoded, order), nothing)
+            if traits_of(rule).foresees
+            else nothing()
             for index, rule in enumerate(self._rules(kind, settings or {}))
         ]
         most = max(columns.shape[1] for columns in found)
@@ -320,12 +268,17 @@ class Mixture:
         return found
 
 
-def per_sequence(attribute: Attribute, policy: Policy, kind: Tensor) -> Tensor | bool:
-    """Value of a boolean attribute of `DecodeRule` for the policy of each sequence: bool[b], or one bool for all."""
-    if not isinstance(policy, Mixture):
-        return bool(getattr(policy, attribute, False))
-    found = set(policy.each(attribute))
-    return found.pop() if len(found) == 1 else policy.where(attribute, kind)
+def per_sequence(trait: Callable[[Traits], bool], policy: Policy, kind: Tensor) -> Tensor | bool:
+    """bool[b]: a trait of the policy of each sequence, or one bool for all; kind i64[b] as in `Candidates`."""
+    several = policy.kind_traits if isinstance(policy, Mixture) else (traits_of(policy),)
+    each = [trait(traits) for traits in several]
+    if len(set(each)) == 1:
+        return each[0]
+    found = torch.zeros_like(kind, dtype=torch.bool)
+    for index, true in enumerate(each):
+        if true:
+            found = found | (kind == index)
+    return found
 
 
 def sub_blocks(policy: Policy, kind: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dgraph.plans.papers import ENTROPY_BOUNDED, Paper
 from dgraph.runtime.policies.base import Candidates, Carried, DecodeRule, rank, setting
+from dgraph.runtime.policies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Renoise(DecodeRule):
     papers: ClassVar[tuple[Paper, ...]] = (ENTROPY_BOUNDED,)
     name: ClassVar[str] = "renoise"
     per_request: ClassVar[tuple[str, ...]] = ("bound", "t_min", "t_max", "stability", "confidence", "steps")
-    may_wait: ClassVar[bool] = True
-    renoises: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(may_wait=True, renoises=True)
 
     def __post_init__(self) -> None:
         finite = math.nextafter(math.inf, 0)

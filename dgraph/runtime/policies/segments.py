@@ -12,6 +12,7 @@ from torch import Tensor
 from dgraph.plans.papers import DINFER, FAST_DLLM_V2, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, best, rank, setting
 from dgraph.runtime.policies.thresholds import THRESHOLD
+from dgraph.runtime.policies.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,7 @@ class HierarchicalRemask(DecodeRule):
     papers: ClassVar[tuple[Paper, ...]] = (DINFER,)
     name: ClassVar[str] = "hierarchical_remask"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "low_threshold", "remask_threshold")
-    edits: ClassVar[bool] = True
-    remasks: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(edits=True, remasks=True)
 
     def __post_init__(self) -> None:
         self.check_threshold()

@@ -27,12 +27,10 @@ from dgraph.runtime.policies import (
     Candidates,
     Policy,
     carries_of,
-    edits,
-    moves,
     needs_of,
     per_sequence,
-    remasks,
     statistics_of,
+    traits_of,
 )
 from dgraph.runtime.sampling.random_numbers import policy_order
 from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, inverse, read
@@ -346,8 +344,8 @@ class DecodeState(ABC):
         a NaN, except for `broken`: a NaN's token may be invalid, and the next step may run before the host knows.
         noise f32[b, B]: uniform, for policies that draw.
         """
-        before, part = copy.copy(self), self.granted & self.active
-        editing, masked, start = edits(policy), self.block_masked, self.start
+        before, part, traits = copy.copy(self), self.granted & self.active, traits_of(policy)
+        editing, masked, start = traits.edits, self.block_masked, self.start
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
         rows_of = self._predictors(rows)
         row, following = rows_of[:, : self.block], rows_of[:, self.block]
@@ -379,7 +377,9 @@ class DecodeState(ABC):
         carries = carries_of(policy)
         kept = policy.carry(candidates, commit) if carries else {}  # type: ignore[attr-defined]
         settled = policy.settled(candidates, commit) if editing else None  # type: ignore[attr-defined]
-        progressed = choose(per_sequence("may_wait", policy, self.kind), candidates.committable, commit & masked)
+        progressed = choose(
+            per_sequence(lambda traits: traits.may_wait, policy, self.kind), candidates.committable, commit & masked
+        )
         masks_left = masked.any(dim=1)
         # Once set it stays set: the host may read it only some steps later.
         self.broken = self.broken | (part & masks_left & ~progressed.any(dim=1))
@@ -391,11 +391,11 @@ class DecodeState(ABC):
         self.passes = self.passes + (part & ~masks_left)
         self.counter = self.counter + part
         written, left = commit, masked & ~commit
-        if remasks(policy):
+        if traits.remasks:
             back = policy.remask(candidates, commit)  # type: ignore[attr-defined]
             written, left, token = commit | back, left | back, torch.where(back, self.mask_id, token)
         changed, source = written & (masked | (token != candidates.current)), None
-        if moves(policy):
+        if traits.moves:
             said, source = policy.move(candidates, commit)  # type: ignore[attr-defined]
             token = torch.where(written, torch.where(commit, said, token), candidates.current)
             token = _moved(source, token, candidates.current, self.mask_id)
@@ -471,7 +471,7 @@ class DecodeState(ABC):
         complete = ~left.any(dim=1) if settled is None else settled
         stopped = self._stopped()
         if settled is not None:
-            edited = per_sequence("edits", policy, self.kind)
+            edited = per_sequence(lambda traits: traits.edits, policy, self.kind)
             stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
         self.active = self.active & ~(stopped | (complete & (self.start + self.block > self.last)))
         return complete & self.active

@@ -217,7 +217,7 @@ class CanvasState(DecodeState):
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         chosen = policy.choose(candidates)
-        overruled = per_sequence("overrules", policy, self.kind)
+        overruled = per_sequence(lambda traits: traits.overrules, policy, self.kind)
         if self.plan.first == "policy" or overruled is True:
             return chosen
         first = candidates.masked & (candidates.masked.cumsum(dim=1) == 1)

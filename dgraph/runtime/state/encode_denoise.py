@@ -134,7 +134,8 @@ class TwoModeState(MixingState):
     def steady(self, policy: Policy) -> bool:
         if sub_blocks(policy, self.kind) is not None:
             return False
-        autoregressive, drafts = (per_sequence(name, policy, self.kind) for name in ("autoregressive", "drafts"))
+        autoregressive = per_sequence(lambda traits: traits.autoregressive, policy, self.kind)
+        drafts = per_sequence(lambda traits: traits.drafts, policy, self.kind)
         return autoregressive is False or drafts is True  # a token at a time, unless a draft is encoded
 
     @property
@@ -196,7 +197,7 @@ class TwoModeState(MixingState):
         )
 
     def drafted(self, policy: Policy) -> Tensor:
-        drafts = per_sequence("drafts", policy, self.kind)
+        drafts = per_sequence(lambda traits: traits.drafts, policy, self.kind)
         return choose(drafts, ~self.encodes, torch.zeros_like(self.encodes))
 
     @property
@@ -218,7 +219,9 @@ class TwoModeState(MixingState):
     def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         before, encodes = self.tokens, self.encodes[:, None]
         drafts = choose(
-            per_sequence("drafts", policy, self.kind), left & ~encodes & (token >= 0), torch.zeros_like(left)
+            per_sequence(lambda traits: traits.drafts, policy, self.kind),
+            left & ~encodes & (token >= 0),
+            torch.zeros_like(left),
         )
         tokens = torch.where(written | drafts, token, before)
         self.tokens = torch.where(left & ~drafts, self.mask_id, tokens)
@@ -272,7 +275,8 @@ class TwoModeState(MixingState):
         if settled is not None:  # that was said of the block before
             settled = torch.where(moved, ~self.masked.any(dim=1), settled)
         complete = self._finish(policy, settled)
-        autoregressive, drafts = (per_sequence(name, policy, self.kind) for name in ("autoregressive", "drafts"))
+        autoregressive = per_sequence(lambda traits: traits.autoregressive, policy, self.kind)
+        drafts = per_sequence(lambda traits: traits.drafts, policy, self.kind)
         if autoregressive is not False:
             first_mask = torch.where(self.masked, self.columns, self.start[:, None] + self.block).amin(dim=1)
             self.active = self.active & ~choose(autoregressive, first_mask > self.last, torch.zeros_like(moved))
