@@ -8,11 +8,11 @@ Parts on one program, in the order of `--parts`:
 * steps: as `benchmarks.engine_steps` of an engine: one batch, the first prompt of every slot, each with as many new
   tokens. With it among the parts, two events are nodes of every CUDA graph of the program.
 * server: as `benchmarks.server_load`: clients over HTTP and by `Engine.stream`, in turns.
-* policies: at shares of the capacity of the first policy in a closed loop; the same requests at the same times.
+* policies: at shares of the capacity of the first scheduler in a closed loop; the same requests at the same times.
 * clients: closed loops. `floor %` is the share of the time that matrix products take, timed alone in the same process
   at the mean rows of a step and stage, and at the prompts' rows. A bound from below: attention, logits and uneven
   steps are not in it.
-* offline: all requests are there at the start. The engine under the policy `static`, under the first policy, and
+* offline: all requests are there at the start. The engine under the scheduler `static`, under the first scheduler, and
   `Optimized.generate` batch by batch, each batch as large as the same memory holds and as long as its longest response.
 
 Where the time of the start went is said first. Each arm is printed and written when it is over; a run that is cut, by
@@ -40,7 +40,7 @@ from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
 from dgraph.bench.serve import LoadTest, ServedLoad
 from dgraph.compiler.compiled_model import Optimized
 from dgraph.engine.io.timings import Served, Summary, summarise
-from dgraph.engine.scheduling.schedulers import POLICIES
+from dgraph.engine.scheduling.schedulers import SCHEDULERS
 from dgraph.engine.stats import EngineStats
 
 COLUMNS = ("req/s", "tok/s", "ratio", "mean s", "p50", "p99", "sigma", "span", "first s")
@@ -119,15 +119,15 @@ def side_by_side(run: Run, test: LoadTest, policies: Sequence[str], loads: Seque
     rows: list[list[Cell]] = []
     for load in loads:
         base: Summary | None = None
-        for policy in policies:
-            if run.late(f"{policy} at {load:g}"):
+        for scheduler in policies:
+            if run.late(f"{scheduler} at {load:g}"):
                 continue
-            found = test.run(policy, load * capacity.steady)
+            found = test.run(scheduler, load * capacity.steady)
             base = base or found.summary
             ratio = found.summary.p99 / base.p99
-            rows.append([policy, load, *cells(found.summary, base), ratio, *inside(found)])
-            run.report.data[f"{policy} at {load:g}"] = found.to_json()
-            run.arm("Policies", ["policy", "load", *COLUMNS, "p99 ratio", *INSIDE], rows, note)
+            rows.append([scheduler, load, *cells(found.summary, base), ratio, *inside(found)])
+            run.report.data[f"{scheduler} at {load:g}"] = found.to_json()
+            run.arm("Policies", ["scheduler", "load", *COLUMNS, "p99 ratio", *INSIDE], rows, note)
 
 
 def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> float:
@@ -149,7 +149,7 @@ def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> 
 
 
 def concurrency(
-    run: Run, test: LoadTest, policy: str, clients: Sequence[int], each: int, mixed: Sequence[int | None]
+    run: Run, test: LoadTest, scheduler: str, clients: Sequence[int], each: int, mixed: Sequence[int | None]
 ) -> None:
     """Closed loops, in which every client has so many requests, one after the other; of each number of clients one for
     each bound of the prompts' rows in a step.
@@ -163,22 +163,22 @@ def concurrency(
         if run.late(name):
             continue
         arm = replace(test, settings=replace(test.settings, max_mixed_rows=mixed_rows))
-        found = arm.run(policy, clients=count, count=max(8, each * count))
+        found = arm.run(scheduler, clients=count, count=max(8, each * count))
         base = base or found.summary
         share = products_seconds(test.optimized, found.stats, device) / found.summary.seconds
         rows.append([count, *[mixed_rows] * several, *cells(found.summary, base), *inside(found), 100 * share])
         run.report.data[name] = {**found.to_json(), "products_share": share}
-        note = f"Under {policy}, {each} requests a client and 8 at least; ratio: to the first line."
+        note = f"Under {scheduler}, {each} requests a client and 8 at least; ratio: to the first line."
         run.arm("Concurrency", columns, rows, note)
 
 
-def offline(run: Run, test: LoadTest, policy: str, generate: bool) -> None:
+def offline(run: Run, test: LoadTest, scheduler: str, generate: bool) -> None:
     """All requests at once."""
     columns = ["arm", *COLUMNS, *INSIDE]
     rows: list[list[Cell]] = []
     base: Summary | None = None
     note, pages = "", 0
-    for name in dict.fromkeys(["static", policy]):
+    for name in dict.fromkeys(["static", scheduler]):
         if run.late(f"offline, {name}"):
             return
         found = test.run(name)
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-tokens", type=int, default=128, help="new ones of the batch of steps, if they fit")
     server_load.add_server(parser, "--server-clients", None, "over HTTP; default as many as slots")
     parser.add_argument(
-        "--policies", nargs="+", choices=POLICIES, default=["look_ahead", "fcfs", "prefill_first", "static"]
+        "--policies", nargs="+", choices=SCHEDULERS, default=["look_ahead", "fcfs", "prefill_first", "static"]
     )
     parser.add_argument("--no-generate", action="store_true", help="leave batches of Optimized.generate out")
     parser.add_argument("--load", type=float, nargs="+", default=[0.9], help="as shares of the capacity")
@@ -219,21 +219,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--mixed-rows", type=int, nargs="+", default=[None], help="of prompts in a step; several: an arm for each"
     )
     args = parser.parse_args(arguments)
-    policy, streams = args.policies[0], args.server_clients or args.sequences
+    scheduler, streams = args.policies[0], args.server_clients or args.sequences
     if "server" in args.parts:
         server_load.check_clients(parser, streams, min(args.requests, args.load_requests))
     graphs = engine_steps.GraphTimes()
     recording = graphs.recording() if "steps" in args.parts else nullcontext()
     title = f"The engine, {args.model or args.shape} under {chosen(args)}"
     with Run(args, title, arguments is None) as run, recording:
-        test = ready(args, run, policy, args.sequences)
+        test = ready(args, run, scheduler, args.sequences)
         some = first_of(test, args.load_requests)
         parts: dict[str, Callable[[], Any]] = {
             "steps": lambda: steps(run, test, args.step_tokens, graphs),
             "server": lambda: server(run, some, streams, args.rounds, 1e-3 * args.think),
             "policies": lambda: side_by_side(run, some, args.policies, args.load),
-            "clients": lambda: concurrency(run, test, policy, args.clients, args.each, args.mixed_rows),
-            "offline": lambda: offline(run, test, policy, not args.no_generate),
+            "clients": lambda: concurrency(run, test, scheduler, args.clients, args.each, args.mixed_rows),
+            "offline": lambda: offline(run, test, scheduler, not args.no_generate),
         }
         for part in args.parts:
             with run.told(part):

@@ -44,7 +44,7 @@ def add_load(parser: argparse.ArgumentParser, **defaults: object) -> None:
     parser.set_defaults(**defaults)
 
 
-def ready(args: argparse.Namespace, run: Run, policy: str, clients: int) -> LoadTest:
+def ready(args: argparse.Namespace, run: Run, scheduler: str, clients: int) -> LoadTest:
     """The model and its requests, after a brief load of so many clients. Says what each stage of the start took."""
     recipe, device = chosen(args), torch.device(args.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -64,7 +64,7 @@ def ready(args: argparse.Namespace, run: Run, policy: str, clients: int) -> Load
         max_batched_rows=args.rows,
         max_logit_rows=args.logit_rows,
         kv_bytes=None if args.kv_gib is None else int(args.kv_gib * 2**30),
-        policy=policy,
+        scheduler=scheduler,
         decoding=decoding,
         record=args.buckets != "exact",
     )
@@ -76,7 +76,7 @@ def ready(args: argparse.Namespace, run: Run, policy: str, clients: int) -> Load
     with run.stage("engine"), test.optimized.engine(test.settings):
         pass
     with run.stage("first load"):
-        test.prepare(policy, clients)
+        test.prepare(scheduler, clients)
     return test
 
 

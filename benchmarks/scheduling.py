@@ -2,8 +2,8 @@
 
     python -m benchmarks.scheduling --markdown out.md
 
-Load is a share of the capacity: what the policy of the paper (fcfs) serves in a closed loop of 128 clients. Every
-policy has the same requests, and a request commits the same tokens in its steps under each.
+Load is a share of the capacity: what the scheduler of the paper (fcfs) serves in a closed loop of 128 clients. Every
+scheduler has the same requests, and a request commits the same tokens in its steps under each.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WORKLOADS = (
 )
 
 
-POLICIES = ("fcfs", "look_ahead", "prefill_first", "static")
+SCHEDULERS = ("fcfs", "look_ahead", "prefill_first", "static")
 """The paper's first: the others are compared with it."""
 
 Run = tuple[Workload, float, str, int, int]
@@ -63,28 +63,28 @@ Run = tuple[Workload, float, str, int, int]
 
 def measure(run: Run) -> tuple[float, ...]:
     """Tokens per second, mean, p99, first p99, and the most steps that one sat out."""
-    workload, rate, policy, count, seed = run
+    workload, rate, scheduler, count, seed = run
     requests = workload.requests(arrivals("poisson", rate, count, seed), seed)
-    found = simulate(requests, workload.budgets, workload.method, policy, seed=seed)
+    found = simulate(requests, workload.budgets, workload.method, scheduler, seed=seed)
     s = found.summary
     return s.tokens_per_second, s.mean, s.p99, s.first_p99, float(found.counters.skipped)
 
 
 def rows_of(workload: Workload, args: argparse.Namespace, pool: ProcessPoolExecutor) -> Iterator[list[Cell]]:
-    """A row of the table per load and policy."""
+    """A row of the table per load and scheduler."""
     capacity, seeds = workload.capacity(), range(args.seeds)
-    grid = [(load, policy) for load in args.loads for policy in POLICIES]
-    runs = [(workload, load * capacity, policy, args.requests, seed) for load, policy in grid for seed in seeds]
+    grid = [(load, scheduler) for load in args.loads for scheduler in SCHEDULERS]
+    runs = [(workload, load * capacity, scheduler, args.requests, seed) for load, scheduler in grid for seed in seeds]
     found = list(pool.map(measure, runs))
     base: list[tuple[float, ...]] = []
-    for i, (load, policy) in enumerate(grid):
+    for i, (load, scheduler) in enumerate(grid):
         mine = found[i * len(seeds) : (i + 1) * len(seeds)]
-        base = mine if policy == POLICIES[0] else base
+        base = mine if scheduler == SCHEDULERS[0] else base
         speed, mean, p99, first, _ = (statistics.mean(values) for values in zip(*mine, strict=True))
         against = [statistics.mean(m[at] / b[at] for m, b in zip(mine, base, strict=True)) for at in (0, 2)]
         sat_out = int(max(values[4] for values in mine))
         ratios = [f"{ratio:.3f}" for ratio in against]
-        yield [policy, load, round(speed), ratios[0], mean, p99, ratios[1], first, sat_out]
+        yield [scheduler, load, round(speed), ratios[0], mean, p99, ratios[1], first, sat_out]
 
 
 def main() -> None:
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     report = Report("Scheduling policies over load, simulated")
-    columns = ["policy", "load", "tok/s", "of fcfs", "mean s", "p99 s", "of fcfs", "first block p99 s", "sat out"]
+    columns = ["scheduler", "load", "tok/s", "of fcfs", "mean s", "p99 s", "of fcfs", "first block p99 s", "sat out"]
     with ProcessPoolExecutor(args.processes) as pool:
         for workload in WORKLOADS:
             report.table(workload.name, columns, list(rows_of(workload, args, pool)))

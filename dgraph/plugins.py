@@ -10,7 +10,7 @@
     Nearby = "package.plans:Nearby"
     [project.entry-points."dgraph.ops"]         # a module; importing it registers ops
     mine = "package.ops"
-    [project.entry-points."dgraph.schedulers"]  # a scheduling policy (a class), by its name
+    [project.entry-points."dgraph.schedulers"]  # a scheduler (a class), by its name
     last = "package.schedulers:Last"
     [project.entry-points."dgraph.models"]      # a family or an embedded model, see dgraph.families
     mine = "package.families:mine"

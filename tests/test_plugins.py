@@ -20,7 +20,7 @@ from dgraph.bench.simulate import Method, simulate
 from dgraph.cli.options import shared_options
 from dgraph.compiler.compilation import Compilation
 from dgraph.engine.scheduling.jobs import Budgets
-from dgraph.engine.scheduling.schedulers import policy_of as policy_named
+from dgraph.engine.scheduling.schedulers import scheduler_of
 from dgraph.errors import DgraphWarning, InputError, PluginError, UnknownName
 from dgraph.families import resolve
 from dgraph.frontend.frozen import NotPlain, _target
@@ -369,10 +369,10 @@ def test_an_option_named_cache_reaches_its_recipe(tmp_path: Path, monkeypatch: p
 
 SCHEDULER = """
 from dataclasses import dataclass
-from dgraph.engine.scheduling.schedulers import SchedulePolicy
+from dgraph.engine.scheduling.schedulers import SchedulingStrategy
 
 @dataclass(frozen=True)
-class Last(SchedulePolicy):
+class Last(SchedulingStrategy):
     "One request at a time."
     name = "last"
     def admits(self, job, view):
@@ -380,10 +380,10 @@ class Last(SchedulePolicy):
 """
 
 
-def test_a_scheduling_policy_of_another_package(install: Install) -> None:
+def test_a_scheduler_of_another_package(install: Install) -> None:
     install("turns", {"dgraph.schedulers": {"last": "turns_methods:Last", "first": "turns_methods:Last"}}, SCHEDULER)
     requests = [Request(0.0, 64, 32)] * 3
     found = simulate(requests, Budgets(rows=512, sequences=3, pages=99), Method(), "last")
-    assert (found.policy, found.active) == ("last", 1.0)
-    with pytest.raises(PluginError, match="is a policy whose name is 'last'; both names must be the same"):
-        policy_named("first")
+    assert (found.scheduler, found.active) == ("last", 1.0)
+    with pytest.raises(PluginError, match="is a scheduler whose name is 'last'; both names must be the same"):
+        scheduler_of("first")

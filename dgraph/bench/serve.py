@@ -14,7 +14,7 @@ from dgraph.engine.build import EngineSettings
 from dgraph.engine.engine import Engine
 from dgraph.engine.io.events import Event
 from dgraph.engine.io.timings import Served, Summary, summarise
-from dgraph.engine.scheduling.schedulers import SchedulePolicy
+from dgraph.engine.scheduling.schedulers import SchedulingStrategy
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.errors import InputError
@@ -30,7 +30,7 @@ class ServedLoad:
     """Measurements of an engine under a load.
 
     Attributes:
-        policy: policy of its scheduler.
+        scheduler: its scheduler.
         clients: clients of a closed loop, each with one request at a time; 0 in an open loop.
         offered: requests per second that came in an open loop; None in a closed one.
         steady: requests per second that ended while new ones came.
@@ -44,7 +44,7 @@ class ServedLoad:
         served: times of the requests, by their place in the load.
     """
 
-    policy: str
+    scheduler: str
     clients: int
     offered: float | None
     steady: float
@@ -70,7 +70,7 @@ class ServedLoad:
             [s.arrived - begin, s.admitted - begin, s.first - begin, s.ended - begin, s.tokens, s.requeued]
             for s in self.served
         ]
-        names = ("policy", "clients", "offered", "steady", "refresh_rows_per_second", "preempted", "prefix_hit_rate")
+        names = ("scheduler", "clients", "offered", "steady", "refresh_rows_per_second", "preempted", "prefix_hit_rate")
         found = {name: getattr(self, name) for name in names}
         return {**found, **asdict(self.summary), "engine": self.stats.to_json(), "requests_each": requests}
 
@@ -167,7 +167,7 @@ def _told(
     span = came[-1] - came[0]
     offered = (len(came) - 1) / span if span > 0 and not clients else None
     return ServedLoad(
-        policy=engine.policy,
+        scheduler=engine.scheduler,
         clients=clients,
         offered=offered,
         steady=steady(served, clients, warm_up) or summary.requests_per_second,
@@ -233,7 +233,7 @@ class LoadTest:
     Attributes:
         optimized: the model under a recipe.
         requests, prompts, decoding: as for `serve_load`.
-        settings: settings of the engines, except the policy, which each run gives.
+        settings: settings of the engines, except the scheduler, which each run gives.
         limit, warm_up: as for `serve_load`.
     """
 
@@ -254,7 +254,7 @@ class LoadTest:
 
     def run(
         self,
-        policy: str | SchedulePolicy = "look_ahead",
+        scheduler: str | SchedulingStrategy = "look_ahead",
         rate: float | None = None,
         *,
         pattern: str = "poisson",
@@ -266,7 +266,7 @@ class LoadTest:
         """Serve the workload once. Every rank calls it, and gets the measurements of rank 0.
 
         Args:
-            policy: policy of the scheduler.
+            scheduler: which requests run.
             rate: requests per second, which come as `pattern` says (see `arrivals`); None for the times of the requests
                 themselves.
             pattern: pattern of the arrivals.
@@ -281,7 +281,7 @@ class LoadTest:
         if rate is not None:
             times = arrivals(pattern, rate, len(chosen), seed)
             chosen = [replace(request, arrival=time) for request, time in zip(chosen, times, strict=True)]
-        settings = replace(self.settings, policy=policy, decoding=self.decoding)
+        settings = replace(self.settings, scheduler=scheduler, decoding=self.decoding)
         served = None
         with self.optimized.engine(settings) as engine:
             if engine.leads:
@@ -302,20 +302,20 @@ class LoadTest:
 
     def prepare(
         self,
-        policy: str | SchedulePolicy = "look_ahead",
+        scheduler: str | SchedulingStrategy = "look_ahead",
         sequences: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Run a closed loop over some of the requests, cut short, to compile and record what their steps need."""
         brief = 2 * self.optimized.spec.block_length
         few = [replace(request, new=min(request.new, brief)) for request in self.requests[: 2 * sequences]]
-        replace(self, requests=few).run(policy, clients=sequences, progress=progress)
+        replace(self, requests=few).run(scheduler, clients=sequences, progress=progress)
 
     def capacity(
         self,
-        policy: str | SchedulePolicy = "look_ahead",
+        scheduler: str | SchedulingStrategy = "look_ahead",
         sequences: int = 16,
         progress: Callable[[int, int], None] | None = None,
     ) -> ServedLoad:
         """Run a closed loop with a client for every slot. Its `steady` rate is the engine's capacity."""
-        return self.run(policy, clients=sequences, progress=progress)
+        return self.run(scheduler, clients=sequences, progress=progress)

@@ -13,9 +13,9 @@ from dgraph.errors import InputError
 Row = tuple[str, ServedLoad]
 """Name of a load, and the measurements under it."""
 
-LATENCY = ("policy", "load", "offered/s", "served/s", "tok/s", "mean s", "p50", "p99", "sigma", "span", "good/s")
-INSIDE = ("policy", "load", "queue s", "queue p99", "first block s", "first p99", "fill", "refresh rows/s", "sat out",
-          "gave way", "prefix hits")  # fmt: skip
+LATENCY = ("scheduler", "load", "offered/s", "served/s", "tok/s", "mean s", "p50", "p99", "sigma", "span", "good/s")
+INSIDE = ("scheduler", "load", "queue s", "queue p99", "first block s", "first p99", "fill", "refresh rows/s",
+          "sat out", "gave way", "prefix hits")  # fmt: skip
 """Titles of the tables; times are seconds.
 
 served: requests that ended; good: requests within the latency limit; sat out: most steps in a row in which a running
@@ -29,7 +29,7 @@ def latency_table(rows: Sequence[Row]) -> Table:
     for label, m in rows:
         s = m.summary
         values = (m.offered, s.requests_per_second, s.tokens_per_second, s.mean, s.p50, s.p99, s.sigma, s.span)
-        found.append((m.policy, label, *map(number, values), number(s.goodput)))
+        found.append((m.scheduler, label, *map(number, values), number(s.goodput)))
     return LATENCY, found
 
 
@@ -41,7 +41,7 @@ def inside_table(rows: Sequence[Row]) -> Table:
         times = (s.queue_mean, s.queue_p99, s.first_mean, s.first_p99)
         found.append(
             (
-                m.policy,
+                m.scheduler,
                 label,
                 *map(number, times),
                 f"{stats.budget_fill:.1%}",
@@ -60,7 +60,7 @@ def to_json(rows: Sequence[Row], setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw throughput, latency and the time to the first block over load, a line per policy.
+    """Draw throughput, latency and the time to the first block over load, a line per scheduler.
 
     Raises:
         InputError: as `check_plot`, or the file cannot be written.
@@ -74,14 +74,14 @@ def plot(rows: Sequence[Row], path: Path, title: str) -> None:
     closed = all(m.clients for _, m in rows)
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
     drawn = [m for _, m in rows if bool(m.clients) == closed]
-    for policy in dict.fromkeys(m.policy for m in drawn):
-        mine = [((m.clients if closed else m.offered or 0.0), m) for m in drawn if m.policy == policy]
+    for scheduler in dict.fromkeys(m.scheduler for m in drawn):
+        mine = [((m.clients if closed else m.offered or 0.0), m) for m in drawn if m.scheduler == scheduler]
         mine.sort(key=lambda point: point[0])
         at = [x for x, _ in mine]
-        axes[0].plot(at, [m.summary.tokens_per_second for _, m in mine], marker="o", label=policy)
-        (line,) = axes[1].plot(at, [m.summary.p99 for _, m in mine], marker="o", label=f"{policy}, p99")
-        axes[1].plot(at, [m.summary.p50 for _, m in mine], ls="--", color=line.get_color(), label=f"{policy}, p50")
-        axes[2].plot(at, [m.summary.first_mean for _, m in mine], marker="o", label=policy)
+        axes[0].plot(at, [m.summary.tokens_per_second for _, m in mine], marker="o", label=scheduler)
+        (line,) = axes[1].plot(at, [m.summary.p99 for _, m in mine], marker="o", label=f"{scheduler}, p99")
+        axes[1].plot(at, [m.summary.p50 for _, m in mine], ls="--", color=line.get_color(), label=f"{scheduler}, p50")
+        axes[2].plot(at, [m.summary.first_mean for _, m in mine], marker="o", label=scheduler)
     names = ("output tokens per second", "latency, s", "first block, mean s")
     for axis, name in zip(axes, names, strict=True):
         axis.set(xlabel="clients" if closed else "requests per second offered", ylabel=name, ylim=(0, None))

@@ -1,6 +1,6 @@
 """A simulated engine: the real scheduler, a clock that the cost model moves, and requests that only count tokens.
 
-It forwards nothing, so a policy can be judged on 100,000 requests in a minute, for any device that was measured once.
+It forwards nothing, so a scheduler can be judged on 100,000 requests in a minute, for any device once measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dgraph.engine.io.timings import Served, Summary, summarise
 from dgraph.engine.scheduling.cost_model import LLADA_8B_H200, CostModel
 from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, grant
 from dgraph.engine.scheduling.scheduler import Counters, Scheduler
-from dgraph.engine.scheduling.schedulers import SchedulePolicy
+from dgraph.engine.scheduling.schedulers import SchedulingStrategy
 from dgraph.errors import InputError
 
 
@@ -99,7 +99,7 @@ class Simulated:
     """Result of a simulation.
 
     Attributes:
-        policy: its name.
+        scheduler: its name.
         summary: of the requests' times.
         counters: of the scheduler.
         steps, busy: steps that forwarded rows, and their seconds.
@@ -109,7 +109,7 @@ class Simulated:
         refused: why others were not.
     """
 
-    policy: str
+    scheduler: str
     summary: Summary
     counters: Counters
     steps: int
@@ -121,7 +121,7 @@ class Simulated:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the requests one by one."""
-        names = ("policy", "steps", "busy", "fill", "active")
+        names = ("scheduler", "steps", "busy", "fill", "active")
         return (
             {name: getattr(self, name) for name in names} | self.summary.to_json() | {"counters": asdict(self.counters)}
         )
@@ -163,7 +163,7 @@ class Engine:
             arrivals are not looked at. 0 for an open loop.
         overlap: True: a step is planned while the one before it runs, from the facts of the one before that. False: it
             is planned after the one before it, from all facts.
-        seed: of the tokens per step; a request's are the same under every policy.
+        seed: of the tokens per step; a request's are the same under every scheduler.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ def simulate(
     requests: Sequence[Request],
     budgets: Budgets,
     method: Method,
-    policy: str | SchedulePolicy = "look_ahead",
+    scheduler: str | SchedulingStrategy = "look_ahead",
     costs: CostModel = LLADA_8B_H200,
     *,
     clients: int = 0,
@@ -364,26 +364,26 @@ def simulate(
     warm_up: float = 0.1,
     limit: float | None = None,
 ) -> Simulated:
-    """Serve a trace under a policy; see `Engine` and `summarise` for the arguments.
+    """Serve a trace under a scheduler; see `Engine` and `summarise` for the arguments.
 
     Requests that never fit are refused and left out, as the engine does it.
 
     Raises:
         InputError: no requests, or none that ever fits.
-        UnknownName: an unknown policy.
+        UnknownName: an unknown scheduler.
     """
     if not requests:
         raise InputError("a simulation needs at least 1 request, got none.")
-    scheduler = Scheduler(budgets, policy, costs=costs)
-    engine = Engine(requests, scheduler, method, costs, clients=clients, overlap=overlap, seed=seed)
+    planner = Scheduler(budgets, scheduler, costs=costs)
+    engine = Engine(requests, planner, method, costs, clients=clients, overlap=overlap, seed=seed)
     while engine.advance():
         pass
     if not engine.served:
         raise engine.refused[0]
     return Simulated(
-        policy=scheduler.policy.name,
+        scheduler=planner.strategy.name,
         summary=summarise(list(engine.served.values()), warm_up, limit),
-        counters=scheduler.counters,
+        counters=planner.counters,
         steps=engine.steps,
         busy=engine.busy,
         fill=engine.rows / max(1, engine.steps * budgets.rows),

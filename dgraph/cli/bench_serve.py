@@ -33,10 +33,11 @@ def serve(
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "dense",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
-    policy: Annotated[
+    scheduler: Annotated[
         list[str] | None,
-        typer.Option(help="A scheduling policy; may be repeated.", show_default="look_ahead"),
+        typer.Option(help="A scheduler; may be repeated.", show_default="look_ahead"),
     ] = None,
+    policy: given.OldScheduler = None,
     load: Annotated[
         str | None,
         typer.Option(
@@ -123,14 +124,15 @@ def serve(
 ) -> None:
     """Measure an engine under load: throughput, latency, and what the scheduler made of it.
 
-    The capacity is what a closed loop with a client for every slot is served under the first policy. Every policy gets
+    The capacity is what a closed loop with a client for every slot is served under the first scheduler. Each gets
     the same requests at the same times. Latency counts from the moment at which a request was due. `sat out` is the
     most steps in a row that a running request took no part in.
 
     \b
     dgraph bench serve --model tiny_sdar --recipe focus --threshold 0.9 --load 0.5,0.9
     dgraph bench serve --shape llada-8b --recipe fast_dllm --commits benchmarks/traces/text.json --requests 300
-        --prompt uniform:64-2048 --tokens uniform:32-512 --policy look_ahead --policy fcfs --policy static --limit 20
+        --prompt uniform:64-2048 --tokens uniform:32-512 --scheduler look_ahead --scheduler fcfs --scheduler static
+        --limit 20
     dgraph bench serve --model tiny_sdar --steps 32 --clients 1,4,16 --json out.json --plot out.png
     """
     from dataclasses import asdict, replace
@@ -143,7 +145,7 @@ def serve(
     from dgraph.cache.place import parse_size
     from dgraph.compiler.base_graph import quantising
     from dgraph.engine.build import SEQUENCES, EngineSettings
-    from dgraph.engine.scheduling.schedulers import policy_of
+    from dgraph.engine.scheduling.schedulers import scheduler_of
 
     options, facts = given.recipe_options(recipe, option, kv_dtype), given.facts(fact)
     workload.check_model(model, shape, layers, facts)
@@ -153,7 +155,7 @@ def serve(
         raise InputError(f"--warm-share must be from 0 to below 1, got {warm_share}.")
     if shared < 0:
         raise InputError(f"--shared must be at least 0 tokens, got {shared}.")
-    named = [policy_of(name).name for name in policy or ["look_ahead"]]
+    named = [scheduler_of(name).name for name in given.schedulers(scheduler, policy) or ["look_ahead"]]
     loads = _loads(load, rate, clients, trace)
     times_of(arrivals, 1.0, 1)  # refuses what it does not know
     asked = _requests(trace, requests, prompt, tokens, seed)
@@ -240,13 +242,13 @@ def _label(what: str, value: float) -> str:
 
 
 def _run(
-    test: LoadTest, policy: str, what: str, value: float, base: float, pattern: str, seed: int, tell: Tell
+    test: LoadTest, scheduler: str, what: str, value: float, base: float, pattern: str, seed: int, tell: Tell
 ) -> ServedLoad:
-    count = _counted(tell, f"{policy}, {_label(what, value)}")
+    count = _counted(tell, f"{scheduler}, {_label(what, value)}")
     if what == "clients":
-        return test.run(policy, clients=int(value), progress=count)
+        return test.run(scheduler, clients=int(value), progress=count)
     rate = None if what == "trace" else value * (base if what == "load" else 1.0)
-    return test.run(policy, rate, pattern=pattern, seed=seed, progress=count)
+    return test.run(scheduler, rate, pattern=pattern, seed=seed, progress=count)
 
 
 def _counted(tell: Tell, what: str) -> Callable[[int, int], None]:

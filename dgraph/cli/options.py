@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import InputError, UnknownName, warn
 from dgraph.settings import AUTO, DTYPES, SHORT_DTYPES, DtypeLike, typed
 from dgraph.settings import torch_device as torch_device
 from dgraph.settings import torch_dtype as torch_dtype
@@ -92,8 +92,16 @@ Check = Annotated[
         show_default="no check",
     ),
 ]
+OldScheduler = Annotated[list[str] | None, typer.Option("--policy", hidden=True, help="Old name of --scheduler.")]
 DTYPE = f"Of the weights: {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)}), or auto: as the checkpoint has them."
 Dtype = Annotated[str | None, typer.Option(help=DTYPE, show_default="float32 on a CPU, auto on a GPU")]
+
+
+def schedulers(given: Sequence[str] | None, old: Sequence[str] | None) -> list[str]:
+    """Schedulers by name: those of --scheduler, and with a warning those of --policy, as the option was called."""
+    if old:
+        warn("--policy of this command goes with the next release; it is now --scheduler.")
+    return [*(given or ()), *(old or ())]
 
 
 def recipe_options(recipe: str, given: Sequence[str] | None, kv_dtype: str | None = None) -> dict[str, Any]:

@@ -97,9 +97,10 @@ def serve(
         str | None,
         typer.Option(help="Memory of keys and values, as 8G.", show_default="the engine's", rich_help_panel=ENGINE),
     ] = None,
-    policy: Annotated[
+    scheduler: Annotated[
         str, typer.Option(help="Scheduler: chooses the requests of the next step.", rich_help_panel=ENGINE)
     ] = "look_ahead",
+    policy: given.OldScheduler = None,
     no_prefix_cache: Annotated[
         bool,
         typer.Option(
@@ -248,7 +249,7 @@ def serve(
         max_mixed_rows=max_mixed_rows,
         max_logit_rows=max_logit_rows,
         kv_bytes=None if kv is None else parse_size(kv, "--kv"),
-        policy=policy,
+        scheduler=(given.schedulers(None, policy) or [scheduler])[-1],
         prefix_cache=False if no_prefix_cache else None,
         queue=queue,
     )

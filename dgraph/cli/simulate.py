@@ -1,4 +1,4 @@
-"""`dgraph simulate`: scheduling policies on a trace, with a clock that a cost model moves."""
+"""`dgraph simulate`: schedulers on a trace, with a clock that a cost model moves."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def simulate(
         str, typer.Option(help="Tokens of a prompt: a number, uniform:128-1024, lognormal:MEDIAN,SIGMA, or a file.")
     ] = "uniform:64-2048",
     tokens: Annotated[str, typer.Option(help="New tokens per request, in the forms of --prompt.")] = "256",
-    policy: Annotated[
+    scheduler: Annotated[
         list[str] | None,
-        typer.Option(help="A scheduling policy; may be repeated.", show_default="all of them"),
+        typer.Option(help="A scheduler; may be repeated.", show_default="all of them"),
     ] = None,
+    policy: given.OldScheduler = None,
     rows: Annotated[int, typer.Option(help="Budget of rows of a step.")] = 8192,
     sequences: Annotated[int, typer.Option(help="Requests that decode at a time.")] = 64,
     pages: Annotated[
@@ -72,30 +73,30 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Random seed of arrivals and lengths.")] = 0,
     json: given.Json = False,
 ) -> None:
-    """Compare scheduling policies without a model: the scheduler of the engine under a clock that a cost model moves.
+    """Compare schedulers without a model: those of the engine under a clock that a cost model moves.
 
     \b
     dgraph simulate --rate 3
-    dgraph simulate --rate 5 --prompt 512 --commits 1 --policy fcfs --policy look_ahead
-    dgraph simulate --trace burst.csv --policy look_ahead --rows 4096 --json
+    dgraph simulate --rate 5 --prompt 512 --commits 1 --scheduler fcfs --scheduler look_ahead
+    dgraph simulate --trace burst.csv --scheduler look_ahead --rows 4096 --json
     dgraph simulate --requests 2000 --clients 128 --causal --costs costs.json
     """
     from dgraph.bench.simulate import simulate as run
-    from dgraph.engine.scheduling.schedulers import POLICIES, policy_of
+    from dgraph.engine.scheduling.schedulers import SCHEDULERS, scheduler_of
 
     model, method = _costs(costs), _method(block, causal, mixed, refresh_every, commits, page, by_block)
     found = _requests(trace, requests, rate, arrivals, clients, prompt, tokens, seed)
     budgets = _budgets(found, method, rows, sequences, pages)
-    policies = [policy_of(name) for name in policy or POLICIES]
+    schedulers = [scheduler_of(name) for name in given.schedulers(scheduler, policy) or SCHEDULERS]
     done: list[Simulated] = []
     with status("simulating") as tell:
-        for chosen in policies:
+        for chosen in schedulers:
             tell(chosen.name)
             done.append(run(found, budgets, method, chosen, model, clients=clients or 0, seed=seed, limit=limit))
     if refused := done[0].refused:
         warn(f"{len(refused)} of {len(found)} requests are refused, as the first one: {refused[0]}")
     if json:
-        print_json({"requests": len(found), "policies": [result.to_json() for result in done]})
+        print_json({"requests": len(found), "schedulers": [result.to_json() for result in done]})
         return
     load = f"{clients} clients" if clients else f"{len(found) / max(found[-1].arrival, 1e-9):.3g} requests/s"
     print_text(f"{len(found)} requests, {load}; {rows} rows, {sequences} slots, {budgets.pages} pages")
@@ -104,14 +105,14 @@ def simulate(
 
 
 _TIMES = ("mean s", "p50", "p99", "sigma", "queue", "first", "first p99")
-_TITLES = ("policy", "tok/s", *_TIMES, "good/s", "rows", "fill", "refresh", "active", "sat out", "gave way")
+_TITLES = ("scheduler", "tok/s", *_TIMES, "good/s", "rows", "fill", "refresh", "active", "sat out", "gave way")
 
 
 def _row(result: Simulated) -> tuple[str, ...]:
     s, counters = result.summary, result.counters
     times = (s.mean, s.p50, s.p99, s.sigma, s.queue_mean, s.first_mean, s.first_p99)
     return (
-        result.policy,
+        result.scheduler,
         f"{s.tokens_per_second:.0f}",
         *(f"{value:.2f}" for value in times),
         "-" if s.goodput is None else f"{s.goodput:.2f}",

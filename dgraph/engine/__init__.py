@@ -2,7 +2,7 @@
 
 - `jobs`: the values that pass between the engine and its scheduler.
 - `scheduler`: the queue and the running requests.
-- `policies`: which requests are admitted, and in which order rows are given out.
+- `policies`: the schedulers by name, which say which requests are admitted, and in which order rows are given out.
 - `costs`: how long a step takes.
 - `load`: traces and arrivals.
 - `served`: what was measured of requests.

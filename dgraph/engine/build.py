@@ -15,7 +15,7 @@ from dgraph.engine.memory.profile import Profile
 from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.engine.scheduling.jobs import MIXED_ROWS, Budgets
 from dgraph.engine.scheduling.scheduler import Scheduler
-from dgraph.engine.scheduling.schedulers import SchedulePolicy, policy_of
+from dgraph.engine.scheduling.schedulers import SchedulingStrategy, scheduler_of
 from dgraph.errors import InputError, UnknownName
 from dgraph.lowering.program import Program
 from dgraph.runtime.checks import room_of
@@ -24,6 +24,7 @@ from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.requests import Request, Shape, ring_pages, step_rows
 from dgraph.runtime.sampling.stops import Decoder
+from dgraph.settings import renamed
 
 PAGES = ("block", "life")
 SEQUENCES = {"cpu": 16, "cuda": 64}
@@ -40,9 +41,10 @@ CPU_BYTES = 1 << 30
 """Default bytes of keys and values on a CPU."""
 
 
+@renamed(policy="scheduler")
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Size of an engine, and the policy by which its requests run.
+    """Size of an engine, and the scheduler by which its requests run.
 
     Attributes:
         max_sequences: requests that run at the same time; default 16 on a CPU and 64 on a GPU.
@@ -60,7 +62,7 @@ class EngineSettings:
         kv_bytes: memory of the pool of keys and values, never more than max_sequences of max_tokens need. Default 1 GiB
             on a CPU; on a GPU the memory that weights, activations and graphs leave (see
             `dgraph.engine.memory.profile`; the first time, measuring it takes some steps).
-        policy: which requests run: "look_ahead", "fcfs", "prefill_first", "static", or an object; see
+        scheduler: which requests run: "look_ahead", "fcfs", "prefill_first", "static", or an object; see
             `dgraph.engine.scheduling.schedulers`.
         pages: "block": a request of a block-causal model gets pages as it grows. When no page is left, the youngest
             request gives way and comes back later, with the same tokens. "life": a request gets all of its pages at
@@ -77,7 +79,7 @@ class EngineSettings:
 
     Raises:
         InputError: a value out of range.
-        UnknownName: an unknown policy, or way of giving out pages.
+        UnknownName: an unknown scheduler, or way of giving out pages.
     """
 
     max_sequences: int | None = None
@@ -86,7 +88,7 @@ class EngineSettings:
     max_mixed_rows: int | None = None
     max_logit_rows: int | None = None
     kv_bytes: int | None = None
-    policy: str | SchedulePolicy = "look_ahead"
+    scheduler: str | SchedulingStrategy = "look_ahead"
     pages: str = "block"
     prefix_cache: bool | None = None
     queue: int | None = None
@@ -112,7 +114,7 @@ class EngineSettings:
                 raise InputError(f"{name} is true or false, got {value!r}.")
         if self.pages not in PAGES:
             raise UnknownName("way of giving out pages", str(self.pages), PAGES)
-        policy_of(self.policy)
+        scheduler_of(self.scheduler)
 
     def slots(self, kind: str) -> int:
         """Requests that run at the same time on a kind of device ("cpu", "cuda")."""
@@ -189,7 +191,7 @@ def build_driver(
         )
     longest = Request([spec.mask_id] * (tokens - 1), Decoding(max_new_tokens=1))
     limit, rings = _pool_pages(session, slots, tokens + block, longest, block, kv_bytes or CPU_BYTES)
-    scheduler = Scheduler(Budgets(rows, slots, limit, rings), settings.policy, queue=settings.queue, costs=costs)
+    scheduler = Scheduler(Budgets(rows, slots, limit, rings), settings.scheduler, queue=settings.queue, costs=costs)
     columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
     mixed = MIXED_ROWS if settings.max_mixed_rows is None else settings.max_mixed_rows
     mixed = min(mixed, rows - 2 * block) if session.mixes else 0

@@ -23,7 +23,7 @@ from dgraph.engine.io.tickets import Sink, Ticket
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.engine.thread import EngineClosed, Loop
-from dgraph.errors import EngineBusy, InputError
+from dgraph.errors import EngineBusy, InputError, warn
 from dgraph.runtime.checks import canvases_of, listed
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.label_scoring import Question
@@ -101,7 +101,7 @@ class Engine:
 
         Raises:
             InputError: a prompt or a setting that cannot be used, or that never fits; an id that is in use.
-            UnknownName: a setting or a policy that does not exist.
+            UnknownName: a setting or a scheduler that does not exist.
             EngineBusy: the queue is full.
             EngineClosed: the engine was closed.
         """
@@ -421,9 +421,15 @@ class Engine:
         return self._driver.clock
 
     @property
+    def scheduler(self) -> str:
+        """Name of the scheduler."""
+        return self._driver.scheduler.strategy.name
+
+    @property
     def policy(self) -> str:
-        """The name of the scheduler's policy."""
-        return self._driver.scheduler.policy.name
+        """The old name of `scheduler`."""
+        warn("Engine.policy goes with the next release; use Engine.scheduler.")
+        return self.scheduler
 
     @property
     def thread(self) -> threading.Thread:

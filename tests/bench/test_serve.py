@@ -65,7 +65,7 @@ def test_an_open_loop_says_how_every_request_fared(dense: Optimized, engine: Eng
     assert found.offered == pytest.approx(100)
     assert found.summary.goodput == found.summary.requests_per_second
     assert (found.summary.requests, found.summary.tokens) == (6, 68)
-    assert (found.policy, found.clients, found.preempted) == ("look_ahead", 0, 0)
+    assert (found.scheduler, found.clients, found.preempted) == ("look_ahead", 0, 0)
     assert found.refresh_rows == sum(r.prompt // BLOCK * BLOCK for r in REQUESTS)
     assert found.stats.finished == {"length": 6}
     assert told == [(done, 6) for done in range(1, 7)]
@@ -79,7 +79,7 @@ def test_a_closed_loop_has_as_many_requests_as_clients(dense: Optimized) -> None
     at_a_time = [sum(o.arrived <= s.arrived < o.ended for o in found.served) for s in found.served]
     assert max(at_a_time) == 2
     assert found.offered is None
-    assert found.policy == "fcfs"
+    assert found.scheduler == "fcfs"
     assert found.steady > 0
 
 
@@ -92,7 +92,7 @@ def test_requests_that_are_due_together_are_planned_together(dense: Optimized) -
             return super().__getitem__(place)
 
     at_once = [replace(request, arrival=0.0) for request in REQUESTS]
-    with dense.engine(max_sequences=6, max_tokens=64, policy="static") as engine:
+    with dense.engine(max_sequences=6, max_tokens=64, scheduler="static") as engine:
         found = serve_load(engine, at_once, Slow(prompts_of_requests(dense)), SCRIPTED)
     assert len({s.admitted for s in found.served}) == 1
 
@@ -103,7 +103,7 @@ def test_every_load_has_an_engine_of_its_own(dense: Optimized) -> None:
     assert test.optimized.recipe.logit_rows == 16
     first, second = test.run("static", 200.0, count=2), test.run("look_ahead", count=3)
     assert first.stats.kv_bytes == second.stats.kv_bytes > 0
-    assert (first.policy, len(first.served), len(second.served)) == ("static", 2, 3)
+    assert (first.scheduler, len(first.served), len(second.served)) == ("static", 2, 3)
     assert second.stats.admitted == 3, "counts are of this load alone"
 
 
@@ -121,7 +121,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
 
     class Late:
         def __init__(self) -> None:
-            self.clock, self.stats, self.policy = lambda: float(clock()), stats, "fcfs"
+            self.clock, self.stats, self.scheduler = lambda: float(clock()), stats, "fcfs"
 
         def submit_all(self, several: Sequence[Submission]) -> list[str]:
             (one,), now = several, self.clock()

@@ -24,14 +24,14 @@ def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_policies_at_a_share_of_the_capacity(run: Run, folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = ("--json", "out.json", "--plot", "out.png")
-    policies = ("--policy", "fcfs", "--policy", "static")
+    policies = ("--scheduler", "fcfs", "--scheduler", "static")
     result = run(
         "bench", "serve", "--model", folder, *SMALL, *SLOTS, "--load", "0.5,2", *policies, "--limit", 9, *files
     )
     assert result.exit_code == 0, result.stderr
     tables = result.stdout.strip().split("\n\n")
     titles = [table.splitlines()[0].split() for table in tables]
-    assert titles[0][:5] == ["policy", "load", "offered/s", "served/s", "tok/s"]
+    assert titles[0][:5] == ["scheduler", "load", "offered/s", "served/s", "tok/s"]
     assert {"fill", "sat", "gave", "refresh"} <= set(titles[1])
     for table in tables:
         rows = [line.split()[:2] for line in table.splitlines()[1:]]
@@ -45,7 +45,7 @@ def test_policies_at_a_share_of_the_capacity(run: Run, folder: Path, tmp_path: P
         assert len(one["requests_each"]) == 6
     assert under[0]["tokens"] == under[3]["tokens"] == capacity["tokens"]
     dues = [[request[0] for request in one["requests_each"]] for one in under]
-    assert dues[0] == pytest.approx(dues[1]), "every policy has the same requests at the same times"
+    assert dues[0] == pytest.approx(dues[1]), "every scheduler has the same requests at the same times"
     assert dues[2][-1] == pytest.approx(dues[0][-1] / 4)
     assert (tmp_path / "out.png").stat().st_size > 1000
 
@@ -75,7 +75,7 @@ def test_clients_and_a_trace(run: Run, folder: Path) -> None:
         (("--requests", 0), "--requests must be at least 1, got 0."),
         (("--warm-share", 1), "--warm-share must be from 0 to below 1, got 1.0."),
         (("--shared", -1), "--shared must be at least 0 tokens, got -1."),
-        (("--policy", "static", "--policy", "lucky"), "unknown scheduling policy 'lucky'"),
+        (("--scheduler", "static", "--scheduler", "lucky"), "unknown scheduler 'lucky'"),
         (("--kv", "much"), "--kv is a size such as 500M or 4G, got 'much'."),
         (("--json", "nowhere/out.json"), "--json nowhere/out.json cannot be written: there is no folder nowhere."),
         (("--json", "."), "--json . cannot be written: it is a folder."),

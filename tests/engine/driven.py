@@ -220,8 +220,8 @@ class Turns:
         assert counters.submitted == len(self.asked) == counters.finished + counters.cancelled
         assert counters.requeued >= totals.preempted
         assert counters.admitted <= len(self.asked) + counters.requeued
-        if isinstance(scheduler.policy, LookAhead):
-            assert counters.skipped <= self.patience(scheduler.policy) + 1
+        if isinstance(scheduler.strategy, LookAhead):
+            assert counters.skipped <= self.patience(scheduler.strategy) + 1
         driver.close()
         assert kv.free_pages == kv.pages
         assert all(store.owners(page) == 0 for store in (kv, *kv.rings.values()) for page in range(store.pages))
@@ -248,7 +248,7 @@ def alone(key: Any, session: BlockSession, asked: Asked, **more: Any) -> Told:
     one = asked.alone
     at = key, one
     if at not in _ALONE:
-        settings = {"max_sequences": 1, "policy": "fcfs", "prefix_cache": False, "pages": "life", **more}
+        settings = {"max_sequences": 1, "scheduler": "fcfs", "prefix_cache": False, "pages": "life", **more}
         _ALONE[at] = Turns(session, [one], **settings).run()[0]
     return _ALONE[at]
 

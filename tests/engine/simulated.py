@@ -10,13 +10,13 @@ from dgraph.bench.simulate import Engine, Method
 from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.engine.scheduling.jobs import Budgets, Facts, Job
 from dgraph.engine.scheduling.scheduler import Scheduler
-from dgraph.engine.scheduling.schedulers import SchedulePolicy
+from dgraph.engine.scheduling.schedulers import SchedulingStrategy
 
 COSTS = CostModel(rows=(8, 64), seconds=(0.01, 0.08), per_key=1e-5, constant=0.001)
 
 
 class Checked(Engine):
-    """Asserts after every step what must hold under any policy; keeps the order of admission and who sat out."""
+    """Asserts after every step what must hold under any scheduler; keeps the order of admission and who sat out."""
 
     def __init__(self, requests: Sequence[Request], scheduler: Scheduler, method: Method, **settings: Any):
         self.admissions: list[Job] = []
@@ -51,10 +51,10 @@ class Checked(Engine):
 
 
 def run(
-    requests: Sequence[Request], budgets: Budgets, method: Method, policy: str | SchedulePolicy, **settings: Any
+    requests: Sequence[Request], budgets: Budgets, method: Method, scheduler: str | SchedulingStrategy, **settings: Any
 ) -> Checked:
     """Serve all requests, checked."""
-    engine = Checked(requests, Scheduler(budgets, policy), method, **settings)
+    engine = Checked(requests, Scheduler(budgets, scheduler), method, **settings)
     while engine.advance():
         pass
     return engine

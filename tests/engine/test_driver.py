@@ -64,7 +64,7 @@ HEAT: dict[str, list[dict[str, Any]]] = {
 STOP = 3
 STOPS = [(), (), ("a",), ("ab", "\n"), ("€", "c ")]
 KINDS: dict[str, dict[str, Any]] = {"step": {}, "evict": {"block_cache": "dc+"}, "sample": {}, "logits": {}}
-POLICIES = ["look_ahead", "fcfs", "prefill_first", "static", LookAhead(delay=9, patience=1)]
+SCHEDULERS = ["look_ahead", "fcfs", "prefill_first", "static", LookAhead(delay=9, patience=1)]
 
 
 @st.composite
@@ -104,7 +104,7 @@ def engines() -> st.SearchStrategy[dict[str, Any]]:
             "max_batched_rows": st.sampled_from([2 * BLOCK, 3 * BLOCK, 5 * BLOCK, 100]),
             "max_mixed_rows": st.sampled_from([None, None, 0, BLOCK, 2 * BLOCK, 4 * BLOCK]),
             "kv_bytes": st.sampled_from([8, 10, 14, 100]).map(lambda pages: pages * PAGE_BYTES),
-            "policy": st.sampled_from(POLICIES),
+            "scheduler": st.sampled_from(SCHEDULERS),
             "pages": st.sampled_from(["block", "life"]),
             "prefix_cache": st.booleans(),
         }
@@ -475,7 +475,7 @@ def test_prompts_that_begin_alike_are_prefilled_once(mixed: int | None) -> None:
 def test_who_gives_way_says_the_same_later(kind: str) -> None:
     decoding = Decoding(max_new_tokens=18, threshold=1.0, ignore_eos=True, **HEAT[kind][-1])
     asked = [Asked(PROMPTS[n], decoding, index=n) for n in range(4)]
-    turns = served(kind, asked, {"max_sequences": 4, "max_tokens": 32, "kv_bytes": 9 * PAGE_BYTES, "policy": "fcfs"})
+    turns = served(kind, asked, {"max_sequences": 4, "max_tokens": 32, "kv_bytes": 9 * PAGE_BYTES, "scheduler": "fcfs"})
     assert turns.driver.totals.preempted > 0
     assert sum(told.events[-1].served.requeued for told in turns.told) == turns.driver.totals.preempted
     # Of who gives way the step that runs is not heard of any more.

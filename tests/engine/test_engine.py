@@ -512,8 +512,8 @@ def test_a_stream_raises_the_error_of_its_request() -> None:
         ({"kv_bytes": 10}, "kv_bytes=10 does not hold one page of 4 positions, which takes 256 bytes"),
         ({"queue": 0}, "queue must be a whole number, at least 1, got 0"),
         ({"block_length": 0}, "block_length must be a whole number"),
-        ({"policy": "look_behind"}, "unknown scheduling policy 'look_behind'. Did you mean 'look_ahead'"),
-        ({"policy": 3}, "policy must be a name"),
+        ({"scheduler": "look_behind"}, "unknown scheduler 'look_behind'. Did you mean 'look_ahead'"),
+        ({"scheduler": 3}, "scheduler must be a name"),
         ({"pages": "blocks"}, "unknown way of giving out pages 'blocks'. Did you mean 'block'"),
     ],
 )

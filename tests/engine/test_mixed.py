@@ -113,7 +113,7 @@ def test_a_prompt_for_which_steps_have_no_room_has_a_forward_of_its_own() -> Non
 
 
 TWO = THREE[:8]
-WAITS: dict[str, Any] = {"max_batched_rows": 5 * BLOCK, "max_sequences": 5, "policy": "fcfs"}
+WAITS: dict[str, Any] = {"max_batched_rows": 5 * BLOCK, "max_sequences": 5, "scheduler": "fcfs"}
 """An engine in which a prompt of two blocks that comes in turn 3 waits: the two before it then commit a block each."""
 
 

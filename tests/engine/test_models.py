@@ -149,7 +149,7 @@ def engines(draw: st.DrawFn, tiny: TinyModel, made: Optimized) -> dict[str, Any]
         "max_batched_rows": draw(st.sampled_from([*rows, 400])),
         "max_mixed_rows": draw(st.sampled_from([None, 0, block])),
         "kv_bytes": pages * kv.page_size * kv.position_bytes,
-        "policy": draw(st.sampled_from(["look_ahead", "fcfs", "prefill_first", "static"])),
+        "scheduler": draw(st.sampled_from(["look_ahead", "fcfs", "prefill_first", "static"])),
         "pages": draw(st.sampled_from(["block", "life"])),
         "prefix_cache": draw(st.booleans()),
     }

@@ -14,12 +14,12 @@ from dgraph.bench.simulate import Method
 from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, grant
 from dgraph.engine.scheduling.scheduler import Scheduler
-from dgraph.engine.scheduling.schedulers import POLICIES, Fcfs, LookAhead
+from dgraph.engine.scheduling.schedulers import SCHEDULERS, Fcfs, LookAhead
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from tests.engine.simulated import Checked, run
 
 BLOCK = 4
-NAMES = sorted(POLICIES)
+NAMES = sorted(SCHEDULERS)
 
 
 def job(id: int = 0, rows: int = 20, **changes: int) -> Job:
@@ -207,14 +207,14 @@ def test_wrong_values_are_refused(make: object, message: str) -> None:
 
 def test_look_ahead_goes_by_what_was_measured_unless_told_otherwise() -> None:
     costs, budgets = CostModel((100, 200), (1.0, 2.0)), Budgets(1000, 1, 1)
-    assert Scheduler(budgets, "look_ahead", costs=costs).policy == LookAhead(enough=800)
-    assert Scheduler(budgets, LookAhead(enough=7), costs=costs).policy == LookAhead(enough=7)
-    assert Scheduler(budgets, "look_ahead").policy == LookAhead()
-    assert Scheduler(budgets, "fcfs", costs=costs).policy == Fcfs()
+    assert Scheduler(budgets, "look_ahead", costs=costs).strategy == LookAhead(enough=800)
+    assert Scheduler(budgets, LookAhead(enough=7), costs=costs).strategy == LookAhead(enough=7)
+    assert Scheduler(budgets, "look_ahead").strategy == LookAhead()
+    assert Scheduler(budgets, "fcfs", costs=costs).strategy == Fcfs()
 
 
-def test_an_unknown_policy() -> None:
-    with pytest.raises(UnknownName, match=r"unknown scheduling policy 'look-ahead'\. Did you mean 'look_ahead'"):
+def test_an_unknown_scheduler() -> None:
+    with pytest.raises(UnknownName, match=r"unknown scheduler 'look-ahead'\. Did you mean 'look_ahead'"):
         Scheduler(Budgets(1, 1, 1), "look-ahead")
 
 

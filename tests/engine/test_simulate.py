@@ -10,7 +10,7 @@ from dgraph.bench.arrivals import Lengths, Request, arrivals, drawn
 from dgraph.bench.simulate import Method, Simulated, simulate
 from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.engine.scheduling.jobs import Budgets
-from dgraph.engine.scheduling.schedulers import POLICIES
+from dgraph.engine.scheduling.schedulers import SCHEDULERS
 from dgraph.errors import InputError
 
 SECOND = CostModel((1,), (0.0,), constant=1.0)
@@ -116,7 +116,7 @@ def compared(load: float, count: int = 1500) -> dict[str, Simulated]:
     """Every policy on LLaDA-8B's shape with parallel commits, at a share of what 64 slots serve (5.85 requests/s)."""
     budgets, method = Budgets(rows=8192, sequences=64, pages=64 * 24), Method(commits=5.0, drawn=True)
     requests = drawn(arrivals("poisson", load * 5.85, count), Lengths("512"), Lengths("256", "--tokens"))
-    return {name: simulate(requests, budgets, method, name) for name in POLICIES}
+    return {name: simulate(requests, budgets, method, name) for name in SCHEDULERS}
 
 
 def test_look_ahead_has_the_shorter_tail_below_saturation() -> None:

@@ -83,7 +83,7 @@ def test_sigterm_before_there_is_a_server_ends_the_command_with_a_message(monkey
         (["--recipe", "focsu"], "unknown recipe 'focsu'. Did you mean 'focus'?"),
         (["-r", "focus", "-r", "dense", "-o", "alhpa=1"], "unknown option"),
         (["-r", "focus", "-r", "dense", "--device", "cuda"], "say with --kv how much each has"),
-        (["--policy", "fifo"], "unknown scheduling policy 'fifo'"),
+        (["--scheduler", "fifo"], "unknown scheduler 'fifo'"),
         (["--max-sequences", "0"], "max_sequences must be a whole number, at least 1, got 0"),
         (["--max-mixed-rows", "-1"], "max_mixed_rows must be a whole number, at least 0"),
         (["--max-body", "much"], "--max-body is a size such as 500M or 4G"),

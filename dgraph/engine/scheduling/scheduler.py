@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, Plan, Running
-from dgraph.engine.scheduling.schedulers import SchedulePolicy, View, policy_of
+from dgraph.engine.scheduling.schedulers import SchedulingStrategy, View, scheduler_of
 from dgraph.errors import EngineBusy, InputError
 
 _WINDOW = 64
@@ -55,20 +55,20 @@ class Scheduler:
 
     Args:
         budgets: see `Budgets`.
-        policy: a name or an object, see `dgraph.engine.scheduling.schedulers`.
+        scheduler: a name or an object, see `dgraph.engine.scheduling.schedulers`.
         queue: requests that may wait; None for any number.
-        costs: how long steps take, if that was measured; policies may go by it.
+        costs: how long steps take, if that was measured; strategies may go by it.
         ageing: seconds of waiting that make up for one level of priority.
 
     Raises:
-        UnknownName: an unknown policy.
+        UnknownName: an unknown scheduler.
         InputError: a value out of range.
     """
 
     def __init__(
         self,
         budgets: Budgets,
-        policy: str | SchedulePolicy = "look_ahead",
+        scheduler: str | SchedulingStrategy = "look_ahead",
         *,
         queue: int | None = None,
         costs: CostModel | None = None,
@@ -79,8 +79,8 @@ class Scheduler:
         if not ageing > 0:
             raise InputError(f"ageing must be more than 0 seconds, got {ageing}.")
         self.budgets, self.queue, self.ageing = budgets, queue, ageing
-        chosen = policy_of(policy)
-        self.policy = chosen if costs is None else chosen.measured(costs, budgets.rows)
+        chosen = scheduler_of(scheduler)
+        self.strategy = chosen if costs is None else chosen.measured(costs, budgets.rows)
         self.running: dict[int, Running] = {}
         self.counters = Counters()
         self._waiting: dict[int, Job] = {}
@@ -218,12 +218,12 @@ class Scheduler:
             left = tuple(there - needed for needed, there in zip(job.rings, free_rings, strict=True))
             if job.pages_first + self._growing > free_pages or min(left, default=0) < 0:
                 break
-            if not self.policy.admits(job, view):
+            if not self.strategy.admits(job, view):
                 break
             free_pages, free_rings = free_pages - job.pages_first, left
             view.admit(self._start(iteration))
             admit.append(job)
-        order = self.policy.order(view) if running else []
+        order = self.strategy.order(view) if running else []
         for r in order:
             r.ahead += 1
         if len(order) < len(running):

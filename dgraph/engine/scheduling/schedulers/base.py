@@ -1,4 +1,4 @@
-"""The interface of a scheduling policy, and the state that it is shown."""
+"""The interface of a scheduler by which requests are chosen, and the state that it is shown."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def _add(foreseen: list[int], running: Running) -> None:
         foreseen[peak] += job.refresh_rows - running.ordinary
 
 
-class SchedulePolicy(ABC):
+class SchedulingStrategy(ABC):
     """Choice of the requests that are admitted, and of the order in which rows are given out.
 
-    A policy is a frozen dataclass: its fields are its settings.
+    A strategy is a frozen dataclass: its fields are its settings.
 
     Slots, pages and the order of the queue are the scheduler's. `admits` is asked only of the first request in the
     queue, and only where a slot and its pages are free. A request that fits must be admitted once nothing runs.
@@ -90,8 +90,8 @@ class SchedulePolicy(ABC):
     def admits(self, job: Job, view: View) -> bool:
         """True if a request starts in this step."""
 
-    def measured(self, costs: CostModel, rows: int) -> SchedulePolicy:
-        """Adapt this policy to a device whose step times are known, up to `rows` rows."""
+    def measured(self, costs: CostModel, rows: int) -> SchedulingStrategy:
+        """Adapt this strategy to a device whose step times are known, up to `rows` rows."""
         return self
 
     def order(self, view: View) -> list[Running]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dgraph.engine.scheduling.jobs import Job
-from dgraph.engine.scheduling.schedulers.base import SchedulePolicy, View, first_step
+from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 
 
 @dataclass(frozen=True)
-class Fcfs(SchedulePolicy):
+class Fcfs(SchedulingStrategy):
     """Running requests by order of admission, then waiting ones as long as the rows of this step last.
 
     Admission sees this step alone: requests whose refreshes will meet later are admitted, and the later ones then sit

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.engine.scheduling.jobs import Job, Running
-from dgraph.engine.scheduling.schedulers.base import SchedulePolicy, View, first_step
+from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 from dgraph.errors import InputError
 
 
 @dataclass(frozen=True)
-class LookAhead(SchedulePolicy):
+class LookAhead(SchedulingStrategy):
     """Admit a request if the steps of the horizon hold the rows that it and the running requests will need.
 
     The steps of refreshes are known where steps per block are fixed; else they follow from the masks left and from the

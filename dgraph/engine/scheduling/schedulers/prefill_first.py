@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dgraph.engine.scheduling.jobs import Job, Running
-from dgraph.engine.scheduling.schedulers.base import SchedulePolicy, View, first_step
+from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 
 
 @dataclass(frozen=True)
-class PrefillFirst(SchedulePolicy):
+class PrefillFirst(SchedulingStrategy):
     """Requests that have not finished their prompt, or their first refresh, run alone; else all others do.
 
     Admission asks only whether the first steps of those that run alone fit together: the two kinds are never mixed.

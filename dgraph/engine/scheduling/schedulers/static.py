@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dgraph.engine.scheduling.jobs import Job
-from dgraph.engine.scheduling.schedulers.base import SchedulePolicy, View
+from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View
 
 
 @dataclass(frozen=True)
-class Static(SchedulePolicy):
+class Static(SchedulingStrategy):
     """Requests are admitted only while no slot was busy, as many as there are slots and pages for.
 
     Rows go by order of admission. A request sits out at most the steps that those of its batch before it still need.

@@ -1,0 +1,49 @@
+"""Old names of the scheduler, which work for one release with a warning."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import dgraph.engine.scheduling.schedulers as schedulers
+from dgraph.engine.build import EngineSettings
+from dgraph.engine.scheduling.schedulers import SCHEDULERS, SchedulingStrategy, scheduler_of
+from dgraph.errors import DgraphWarning, UnknownName
+from dgraph.settings import settings_of
+
+
+def test_settings_take_the_old_keyword() -> None:
+    told = pytest.warns(
+        DgraphWarning, match=r"EngineSettings: policy goes with the next release; it is now scheduler\."
+    )
+    with told:
+        old: EngineSettings = EngineSettings(policy="fcfs", queue=3)  # type: ignore[call-arg]
+    assert old == EngineSettings(scheduler="fcfs", queue=3)
+    with told:
+        assert old.policy == "fcfs"  # type: ignore[attr-defined]
+    with told:
+        assert replace(old, policy="static") == EngineSettings(scheduler="static", queue=3)  # type: ignore[call-arg]
+    with told:
+        assert settings_of(EngineSettings, None, {"policy": "static"}) == EngineSettings(scheduler="static")
+    with pytest.raises(UnknownName, match="unknown scheduler 'lifo'"), told:
+        EngineSettings(policy="lifo")  # type: ignore[call-arg]
+
+
+def test_the_present_names_warn_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings = replace(EngineSettings(queue=3), scheduler="fcfs")
+        assert (settings.scheduler, scheduler_of("fcfs")) == ("fcfs", SCHEDULERS["fcfs"]())
+
+
+def test_the_module_has_its_old_names() -> None:
+    module: Any = schedulers
+    with pytest.warns(DgraphWarning, match=r"SchedulePolicy goes with the next release; use SchedulingStrategy\."):
+        assert module.SchedulePolicy is SchedulingStrategy
+    with pytest.warns(DgraphWarning, match="use scheduler_of"):
+        assert module.policy_of is scheduler_of
+    with pytest.raises(AttributeError, match="has no attribute 'policies'"):
+        _ = module.policies
