@@ -17,6 +17,7 @@ from dgraph.runtime.loop.scripted_policy import SPREAD, BlockStep, Script, check
 from dgraph.runtime.policies import Candidates, FixedSteps
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.packed_rows import RowResults
+from dgraph.runtime.state_init import StateInit
 from tests.bench.test_traces import FOLDER, HISTORY
 from tests.runtime.fake import summary
 
@@ -29,13 +30,15 @@ MASK = 9
 def begin(lengths: list[int], tokens: int = 16) -> BlockCausalState:
     width = -(-(max(lengths) + tokens) // BLOCK) * BLOCK
     return BlockCausalState.begin(
-        torch.where(torch.arange(width) < torch.tensor(lengths)[:, None], 0, MASK),
-        torch.arange(len(lengths)),
-        torch.tensor(lengths),
-        max_new_tokens=tokens,
-        block=BLOCK,
-        mask_id=MASK,
-        stop_ids=torch.tensor([], dtype=torch.int64),
+        StateInit(
+            torch.where(torch.arange(width) < torch.tensor(lengths)[:, None], 0, MASK),
+            torch.arange(len(lengths)),
+            torch.tensor(lengths),
+            max_new_tokens=tokens,
+            block=BLOCK,
+            mask_id=MASK,
+            stop_ids=torch.tensor([], dtype=torch.int64),
+        )
     )
 
 

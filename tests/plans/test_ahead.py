@@ -13,6 +13,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Sequential
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.packed_rows import RowResults
+from dgraph.runtime.state_init import StateInit
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import summary
 
@@ -51,15 +52,17 @@ def test_the_host_counts_as_the_device_does(plan: RowPlan, prompts: list[int], n
     for row, length in zip(canvas, prompts, strict=True):
         row[:length] = torch.arange(length)
     state = CanvasState.begin(
-        canvas,
-        torch.arange(len(prompts)),
-        torch.tensor(prompts),
-        max_new_tokens=new,
-        block=BLOCK,
-        mask_id=MASK,
-        stop_ids=torch.tensor([50]),
-        plan=plan,
-        shift=shift,
+        StateInit(
+            canvas,
+            torch.arange(len(prompts)),
+            torch.tensor(prompts),
+            max_new_tokens=new,
+            block=BLOCK,
+            mask_id=MASK,
+            stop_ids=torch.tensor([50]),
+            plan=plan,
+            shift=shift,
+        )
     )
     slots = list(range(len(prompts)))
     counts = RowCounts(plan, len(prompts), shift)

@@ -14,6 +14,7 @@ from dgraph.runtime.sampling.random_numbers import row_seeds, sequence_keys, uni
 from dgraph.runtime.state.base import OUT
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.packed_rows import RowResults, prefill_rows, row_results
+from dgraph.runtime.state_init import StateInit
 from tests.runtime.fake import summary
 
 KNOWN = 4069107984540586624
@@ -32,7 +33,7 @@ def begin(
     stops = torch.tensor([STOP])
     index = torch.arange(len(prompts))
     facts = {"max_new_tokens": new, "block": block, "mask_id": MASK, "stop_ids": stops}
-    return BlockCausalState.begin(canvas, index, lengths, **facts, plan=plan, most_mixed=mixed)
+    return BlockCausalState.begin(StateInit(canvas, index, lengths, **facts, plan=plan, most_mixed=mixed))
 
 
 def step(state: BlockCausalState, decode: dict[tuple[int, int], int], **options) -> Tensor:

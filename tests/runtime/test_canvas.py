@@ -18,6 +18,7 @@ from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, Traits, policy_of
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.packed_rows import RowResults
+from dgraph.runtime.state_init import StateInit
 from tests.runtime.fake import FakeProgram, fake_spec, summary
 
 MASK, STOP, NONE = 99, 50, -torch.inf
@@ -30,15 +31,17 @@ def begin(prompts: list[list[int]], new: int, plan: RowPlan = DUAL, block: int =
     for row, prompt in zip(canvas, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     return CanvasState.begin(
-        canvas,
-        torch.arange(len(prompts)),
-        torch.tensor([len(p) for p in prompts]),
-        max_new_tokens=new,
-        block=block,
-        mask_id=MASK,
-        stop_ids=torch.tensor([STOP]),
-        plan=plan,
-        shift=shift,
+        StateInit(
+            canvas,
+            torch.arange(len(prompts)),
+            torch.tensor([len(p) for p in prompts]),
+            max_new_tokens=new,
+            block=block,
+            mask_id=MASK,
+            stop_ids=torch.tensor([STOP]),
+            plan=plan,
+            shift=shift,
+        )
     )
 
 

@@ -43,6 +43,7 @@ from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.encode_denoise import TwoModeState
 from dgraph.runtime.state.initial import say
 from dgraph.runtime.state.uniform_noise import RenoisedState
+from dgraph.runtime.state_init import StateInit
 from tests.amounts import every_value
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary
@@ -87,14 +88,14 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     if kind in ("encode", "causal", "causal mixed", "kept"):
         kv = KVPlan("response", pairs=(3,)) if kind == "kept" else None
         state: Any = TwoModeState.begin(
-            canvas, *which, **facts, shift=1, causal="causal" in kind, kv=kv, most_mixed=mixed
+            StateInit(canvas, *which, **facts, shift=1, causal="causal" in kind, kv=kv, most_mixed=mixed)
         )
     elif kind == "random":
-        state = RenoisedState.begin(canvas, *which, **facts, vocab=90)
+        state = RenoisedState.begin(StateInit(canvas, *which, **facts, vocab=90))
     elif plan is None:
-        state = BlockCausalState.begin(canvas, *which, **facts, most_mixed=mixed)
+        state = BlockCausalState.begin(StateInit(canvas, *which, **facts, most_mixed=mixed))
     else:
-        state = CanvasState.begin(canvas, *which, **facts, plan=plan, shift=1)
+        state = CanvasState.begin(StateInit(canvas, *which, **facts, plan=plan, shift=1))
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
     offers = ["input_ids", "positions", "limit", "masked", "candidate", "cu_rows", "average", "block_end", "step"]
     offers += [*["full", "changed"] * (plan is not None), *["script"] * rule.pop("scripted", False), "temperature"]
@@ -359,14 +360,16 @@ def test_a_policy_may_return_what_it_was_given() -> None:
 
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 21]])
     state = BlockCausalState.begin(
-        canvas,
-        torch.arange(1),
-        torch.tensor([3]),
-        max_new_tokens=13,
-        block=BLOCK,
-        mask_id=MASK,
-        stop_ids=torch.tensor([50]),
-        plan=RowPlan(Block()),
+        StateInit(
+            canvas,
+            torch.arange(1),
+            torch.tensor([3]),
+            max_new_tokens=13,
+            block=BLOCK,
+            mask_id=MASK,
+            stop_ids=torch.tensor([50]),
+            plan=RowPlan(Block()),
+        )
     )
     mixture = Mixture.of([All(0.5)])
     say(state, mixture, [Request([1], Decoding(policy=All(0.5)))])

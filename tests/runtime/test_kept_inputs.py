@@ -17,6 +17,7 @@ from dgraph.runtime.policies import Mixture
 from dgraph.runtime.requests import Request
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.initial import say
+from dgraph.runtime.state_init import StateInit
 from tests.runtime.fake import offered
 
 MASK = 99
@@ -27,16 +28,18 @@ def advance_of(kv: KVPlan | None) -> Advance:
     """Two sequences before their first step; a step commits one position of each."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 8], [4, 5, 6, 7, 8, *[MASK] * 6]])
     state = CanvasState.begin(
-        canvas,
-        torch.arange(2),
-        torch.tensor([3, 5]),
-        max_new_tokens=6,
-        block=6,
-        mask_id=MASK,
-        stop_ids=torch.tensor([50]),
-        plan=PLAN,
-        shift=0,
-        kv=kv,
+        StateInit(
+            canvas,
+            torch.arange(2),
+            torch.tensor([3, 5]),
+            max_new_tokens=6,
+            block=6,
+            mask_id=MASK,
+            stop_ids=torch.tensor([50]),
+            plan=PLAN,
+            shift=0,
+            kv=kv,
+        )
     )
     kept = ("action", "window", "adapt") if kv is not None else ()
     inputs = tuple(map(offered, ("input_ids", "full", "prompt_end", "step", *kept)))

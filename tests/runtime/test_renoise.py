@@ -14,6 +14,7 @@ from dgraph.runtime.policies import Candidates, Mixture, Renoise, policy_of
 from dgraph.runtime.sampling.random_numbers import random_ids, sequence_keys
 from dgraph.runtime.state.packed_rows import RowResults
 from dgraph.runtime.state.uniform_noise import RenoisedState
+from dgraph.runtime.state_init import StateInit
 from tests.oracle.renoise import Canvas, heat
 
 BLOCK, VOCAB = 6, 50
@@ -117,14 +118,16 @@ def begun(prompts: tuple[int, ...] = (3, 5), new: int = 8) -> RenoisedState:
         canvas[s, :length] = torch.arange(length) + 10
     ends = torch.tensor(prompts)
     state = RenoisedState.begin(
-        canvas,
-        torch.arange(len(prompts)),
-        ends,
-        max_new_tokens=torch.full_like(ends, new),
-        block=BLOCK,
-        mask_id=-1,
-        stop_ids=torch.tensor([7]),
-        vocab=VOCAB,
+        StateInit(
+            canvas,
+            torch.arange(len(prompts)),
+            ends,
+            max_new_tokens=torch.full_like(ends, new),
+            block=BLOCK,
+            mask_id=-1,
+            stop_ids=torch.tensor([7]),
+            vocab=VOCAB,
+        )
     )
     state.keys = torch.cat([sequence_keys(3, torch.tensor([s])) for s in range(len(prompts))], dim=1).T.contiguous()
     state.carry(Renoise(steps=2))

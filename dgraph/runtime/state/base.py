@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -34,6 +33,7 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.sampling.random_numbers import policy_order
 from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, inverse, read
+from dgraph.runtime.state_init import StateInit
 
 REPORT = (
     *("rows", "wanted", "action", "active", "broken", "closes", "shown_start", "start", "counter"),
@@ -104,44 +104,10 @@ class DecodeState(ABC):
     mask_id: int
     most_rows: int
 
-    @staticmethod
-    def given_of(canvas: Tensor, prompt_end: Tensor, end: Tensor, mask_id: int) -> Tensor:
-        """bool[b, T]: of canvases before their first step, see the attribute `given`."""
-        positions = torch.arange(canvas.shape[1], device=canvas.device)
-        fixed = (canvas != mask_id) & (positions < end[:, None])
-        return fixed | (positions < prompt_end[:, None])
-
-    @staticmethod
-    def counters(
-        start: Tensor, block: Tensor, masked: Tensor, last: Tensor, sequences: int | None, most_rows: int | None
-    ) -> dict[str, Any]:
-        """The fields that begin alike in every state.
-
-        start i64[b]: where the first block begins that has a mask; block i64[b, B]: its tokens; masked bool[b, B]: its
-        masks; last i64[b]: as in the attributes, -1 for none. Only the first `sequences` take part, default all.
-        """
-        b, device = len(start), start.device
-        active = (last >= 0) & (torch.arange(b, device=device) < (b if sequences is None else sequences))
-        counts = ("decoded", "steps", "counter", "total", "kept_rows", "commit_rows", "forwards", "passes", "kind")
-        return {
-            "start": start,
-            "last": last,
-            **{name: torch.zeros_like(start) for name in counts},
-            "active": active,
-            "broken": torch.zeros_like(active),
-            "granted": active.clone(),
-            "shown": torch.where(masked, -1, block),
-            "shown_confidence": (~masked).float(),
-            "shown_kept": torch.ones_like(masked),
-            "shown_start": start.clone(),
-            "carried": {},
-            "keys": torch.zeros((b, 2), dtype=torch.int64, device=device),
-            "temperature": torch.zeros(b, device=device),
-            "stops_from": torch.zeros_like(start),
-            "settings": {},
-            "place": torch.arange(b, device=device),
-            "most_rows": sys.maxsize if most_rows is None else most_rows,
-        }
+    @classmethod
+    @abstractmethod
+    def begin(cls, init: StateInit) -> Self:
+        """Make the state before the first step."""
 
     @property
     @abstractmethod

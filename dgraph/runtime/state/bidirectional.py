@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Candidates, Mixture, Policy, per_sequence
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.packed_rows import StepRows, choose, packed
+from dgraph.runtime.state_init import StateInit
 
 
 @dataclass
@@ -50,63 +51,27 @@ class CanvasState(DecodeState):
     shift: int
 
     @classmethod
-    def begin(
-        cls,
-        canvas: Tensor,
-        prompt: Tensor,
-        prompt_end: Tensor,
-        *,
-        sequences: int | None = None,
-        max_new_tokens: int | Tensor,
-        block: int,
-        mask_id: int,
-        stop_ids: Tensor,
-        plan: RowPlan,
-        kv: KVPlan | None = None,
-        shift: int = 0,
-        most_rows: int | None = None,
-    ) -> CanvasState:
-        """Make the state before the first step, which is a full one.
-
-        Args:
-            canvas: i64[b, T], prompts, then fixed tokens and mask tokens, at least one block more than the longest
-                sequence needs.
-            prompt: i64[b], indices among all prompts.
-            prompt_end: i64[b].
-            sequences: number of sequences that take part, the first ones, default all.
-            max_new_tokens: for all, or i64[b].
-        """
-        positions = torch.arange(canvas.shape[1], device=canvas.device)
-        end = prompt_end + max_new_tokens
-        given = cls.given_of(canvas, prompt_end, end, mask_id)
-        inside = positions < end[:, None]
-        masked = inside & ~given
-        first_mask = torch.where(masked, positions, end[:, None]).amin(dim=1)
-        last = torch.where(masked, positions, -1).amax(dim=1)
-        start = prompt_end + (first_mask - prompt_end) // block * block
-        columns = start[:, None] + torch.arange(block, device=canvas.device)
-        first_block = cls._at(columns, canvas), cls._at(columns, masked)
+    def begin(cls, init: StateInit) -> Self:
+        """Make the state before the first step, which is a full one."""
+        block, prompt_end, plan = init.block, init.prompt_end, init.plan
+        assert plan is not None, "a bidirectional model has a plan"
+        masked = init.inside & ~init.given
+        start = prompt_end + (init.first_open - prompt_end) // block * block
+        columns = start[:, None] + torch.arange(block, device=start.device)
         first = torch.ones_like(prompt_end, dtype=torch.bool)
         state = cls(
-            **cls.counters(start, *first_block, last, sequences, most_rows),
-            given=given,
+            **init.fields(start, cls._at(columns, init.canvas), cls._at(columns, masked), init.last_open),
             masked=masked,
-            pending=inside,
+            pending=init.inside,
             full=first,
             whole=first.clone(),
-            changed=torch.zeros_like(inside),
-            frozen=torch.zeros_like(inside),
+            changed=torch.zeros_like(masked),
+            frozen=torch.zeros_like(masked),
             seen=None,
-            canvas=canvas,
-            prompt=prompt,
-            prompt_end=prompt_end,
-            end=end,
-            stop_ids=stop_ids,
-            mask_id=mask_id,
             plan=plan,
-            kv=kv,
+            kv=init.kv,
             size=block,
-            shift=shift,
+            shift=init.shift,
         )
         if plan.region.hides:
             state.seen = state._seen(state.view())

@@ -9,6 +9,7 @@ each row has its own limit. The rest of a prompt may ride in that forward too (s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.state.block_window import MixingState
 from dgraph.runtime.state.packed_rows import StepRows, choose
+from dgraph.runtime.state_init import StateInit
 
 
 @dataclass
@@ -39,62 +41,27 @@ class BlockCausalState(MixingState):
     kv: KVPlan | None
 
     @classmethod
-    def begin(
-        cls,
-        canvas: Tensor,
-        prompt: Tensor,
-        prompt_end: Tensor,
-        *,
-        sequences: int | None = None,
-        max_new_tokens: int | Tensor,
-        block: int,
-        mask_id: int,
-        stop_ids: Tensor,
-        plan: RowPlan | None = None,
-        kv: KVPlan | None = None,
-        most_rows: int | None = None,
-        most_mixed: int = 0,
-    ) -> BlockCausalState:
+    def begin(cls, init: StateInit) -> Self:
         """Make the state before the first step.
 
         Blocks without a mask at the beginning are prefilled, and the first block may begin with the rest of the prompt.
-
-        Args:
-            canvas: i64[b, T], prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's
-                last block.
-            prompt: i64[b], indices among all prompts.
-            prompt_end: i64[b].
-            sequences: number of sequences that take part, the first ones, default all; the others have no rows.
-            max_new_tokens: for all, or i64[b].
         """
-        b, device = len(canvas), canvas.device
-        end = prompt_end + max_new_tokens
-        given = cls.given_of(canvas, prompt_end, end, mask_id)
-        positions = torch.arange(canvas.shape[1], device=device)
-        first_mask = torch.where(given, end[:, None], positions).amin(dim=1)
-        last = torch.where(~given & (positions < end[:, None]), positions, -1).amax(dim=1)
-        start = torch.minimum(first_mask, end - 1) // block * block
+        block, device = init.block, init.canvas.device
+        start = torch.minimum(init.first_open, init.end - 1) // block * block
         columns = start[:, None] + torch.arange(-block, block, device=device)
-        pending = torch.zeros(b, 2 * block, dtype=torch.bool, device=device)
+        pending = torch.zeros(len(start), 2 * block, dtype=torch.bool, device=device)
         pending[:, block:] = True
-        tokens, masked = canvas.gather(1, columns.clamp(min=0)), ~given.gather(1, columns[:, block:])
+        tokens, masked = init.canvas.gather(1, columns.clamp(min=0)), ~init.given.gather(1, columns[:, block:])
         return cls(
-            **cls.counters(start, tokens[:, block:], masked, last, sequences, most_rows),
-            given=given,
+            **init.fields(start, tokens[:, block:], masked, init.last_open),
             tokens=tokens,
             pending=pending,
             masked=masked,
-            changed=None if plan is None else torch.zeros_like(masked),
+            changed=None if init.plan is None else torch.zeros_like(masked),
             mixed=torch.zeros_like(start),
-            plan=plan,
-            kv=kv,
-            most_mixed=most_mixed,
-            canvas=canvas,
-            prompt=prompt,
-            prompt_end=prompt_end,
-            end=end,
-            stop_ids=stop_ids,
-            mask_id=mask_id,
+            plan=init.plan,
+            kv=init.kv,
+            most_mixed=init.most_mixed,
         )
 
     @property

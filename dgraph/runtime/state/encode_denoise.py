@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
 from dgraph.runtime.state.block_window import MixingState
 from dgraph.runtime.state.packed_rows import StepRows, choose
+from dgraph.runtime.state_init import StateInit
 
 
 @dataclass
@@ -60,71 +62,36 @@ class TwoModeState(MixingState):
     causal: bool
 
     @classmethod
-    def begin(
-        cls,
-        canvas: Tensor,
-        prompt: Tensor,
-        prompt_end: Tensor,
-        *,
-        sequences: int | None = None,
-        max_new_tokens: int | Tensor,
-        block: int,
-        mask_id: int,
-        stop_ids: Tensor,
-        shift: int,
-        causal: bool,
-        plan: RowPlan | None = None,
-        kv: KVPlan | None = None,
-        most_rows: int | None = None,
-        most_mixed: int = 0,
-    ) -> TwoModeState:
+    def begin(cls, init: StateInit) -> Self:
         """Make the state before the first step.
 
         All known tokens are prefilled (or `mixed`), except for those that the first step encodes to predict the next
         token. With causal encoding that is the last row, else the last block. In the latter case, known tokens of a
         block that has masks begin that block, and nothing is encoded.
-
-        Args:
-            canvas: i64[b, T], prompts, then fixed tokens and mask tokens, at least to the end of the longest sequence's
-                last block.
-            prompt: i64[b], indices among all prompts.
-            prompt_end: i64[b].
-            sequences: number of sequences that take part, the first ones, default all; the others have no rows.
-            max_new_tokens: for all, or i64[b].
         """
-        device, end = canvas.device, prompt_end + max_new_tokens
-        given = cls.given_of(canvas, prompt_end, end, mask_id)
-        positions = torch.arange(canvas.shape[1], device=device)
-        known = torch.minimum(torch.where(given, end[:, None], positions).amin(dim=1), end - 1)
-        last = torch.where(~given & (positions < end[:, None]), positions, -1).amax(dim=1)
-        encodes = torch.ones_like(known, dtype=torch.bool) if causal else known % block == 0
-        start = known - (1 if causal else torch.where(encodes, block, known % block))
+        block, kv = init.block, init.kv
+        known = torch.minimum(init.first_open, init.end - 1)
+        encodes = torch.ones_like(known, dtype=torch.bool) if init.causal else known % block == 0
+        start = known - (1 if init.causal else torch.where(encodes, block, known % block))
         start = start.clamp(min=0)  # of idle slots, which know nothing
-        columns = start[:, None] + torch.arange(block, device=device)
-        tokens, masked = cls._at(columns, canvas), ~cls._at(columns, given)
+        columns = start[:, None] + torch.arange(block, device=start.device)
+        tokens, masked = cls._at(columns, init.canvas), ~cls._at(columns, init.given)
         return cls(
-            **cls.counters(start, tokens, masked, last, sequences, most_rows),
-            given=given,
+            **init.fields(start, tokens, masked, init.last_open),
             tokens=tokens,
-            pending=leading(tokens != mask_id) | ~encodes[:, None],
+            pending=leading(tokens != init.mask_id) | ~encodes[:, None],
             masked=masked,
             encodes=encodes,
             mixed=torch.zeros_like(start),
-            most_mixed=most_mixed,
+            most_mixed=init.most_mixed,
             final=torch.zeros_like(start),
             partly=torch.zeros_like(encodes),
-            changed=None if plan is None else torch.zeros_like(masked),
+            changed=None if init.plan is None else torch.zeros_like(masked),
             selected=None if kv is None or kv.window == "block" else torch.zeros_like(encodes),
-            plan=plan,
+            plan=init.plan,
             kv=kv,
-            shift=shift,
-            causal=causal,
-            canvas=canvas,
-            prompt=prompt,
-            prompt_end=prompt_end,
-            end=end,
-            stop_ids=stop_ids,
-            mask_id=mask_id,
+            shift=init.shift,
+            causal=init.causal,
         )
 
     @property

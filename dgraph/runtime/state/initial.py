@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.encode_denoise import TwoModeState
 from dgraph.runtime.state.uniform_noise import RenoisedState
+from dgraph.runtime.state_init import StateInit
 from dgraph.spec import ModelSpec
 
 
@@ -50,27 +50,35 @@ def begin(
         row[: len(request.ids) + len(fixed)] = torch.tensor([*request.ids, *fixed])
     numbers = [(r.index, len(r.ids), r.decoding.max_new_tokens) for r in requests] or [(0, 0, 1)] * count
     index, lengths, new = torch.tensor(numbers).to(device).unbind(1)
-    settings: dict[str, Any] = {
-        "sequences": len(requests),
-        "max_new_tokens": new,
-        "block": shape.block,
-        "mask_id": spec.mask_id,
-        "stop_ids": torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),
-        "plan": plan,
-        "most_rows": shape.most_rows,
-    }
-    tensors = canvas.to(device), index.clone(), lengths.clone()  # each in memory of its own
-    if spec.noise == "uniform":
-        state: DecodeState = RenoisedState.begin(*tensors, **settings, vocab=spec.vocab)
-    elif spec.next_token:
-        settings |= {"shift": spec.logit_shift, "causal": spec.encoding == "causal"}
-        state = TwoModeState.begin(*tensors, **settings, kv=kv, most_mixed=shape.mixed)
-    elif spec.attention == "block_causal":
-        state = BlockCausalState.begin(*tensors, **settings, kv=kv, most_mixed=shape.mixed)
-    else:
-        state = CanvasState.begin(*tensors, **settings, kv=kv, shift=spec.logit_shift)
+    init = StateInit(
+        canvas.to(device),
+        index.clone(),  # each in memory of its own
+        lengths.clone(),
+        sequences=len(requests),
+        max_new_tokens=new,
+        block=shape.block,
+        mask_id=spec.mask_id,
+        stop_ids=torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),
+        plan=plan,
+        kv=kv,
+        shift=spec.logit_shift,
+        causal=spec.encoding == "causal",
+        vocab=spec.vocab,
+        most_rows=shape.most_rows,
+        most_mixed=shape.mixed,
+    )
+    state = _kind_of(spec).begin(init)
     say(state, mixture, requests)
     return state
+
+
+def _kind_of(spec: ModelSpec) -> type[DecodeState]:
+    """The kind of state that a model needs."""
+    if spec.noise == "uniform":
+        return RenoisedState
+    if spec.next_token:
+        return TwoModeState
+    return BlockCausalState if spec.attention == "block_causal" else CanvasState
 
 
 def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:

@@ -12,16 +12,17 @@ Random tokens depend on (seed of the request, prompt, position, step) alone, as 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from dgraph.plans.block_cache import BlockCache
-from dgraph.plans.rows import RowPlan
 from dgraph.runtime.policies import Candidates, Policy
 from dgraph.runtime.sampling.random_numbers import WORD, random_ids
 from dgraph.runtime.state.block_window import OwnBlockState
 from dgraph.runtime.state.packed_rows import StepRows, packed
+from dgraph.runtime.state_init import StateInit
 
 
 @dataclass
@@ -38,49 +39,18 @@ class RenoisedState(OwnBlockState):
     vocab: int
 
     @classmethod
-    def begin(
-        cls,
-        canvas: Tensor,
-        prompt: Tensor,
-        prompt_end: Tensor,
-        *,
-        sequences: int | None = None,
-        max_new_tokens: int | Tensor,
-        block: int,
-        mask_id: int,
-        stop_ids: Tensor,
-        vocab: int,
-        plan: RowPlan | None = None,
-        most_rows: int | None = None,
-    ) -> RenoisedState:
-        """Make the state before the first step; prompts are prefilled, and the first canvas follows them.
-
-        Args:
-            canvas: i64[b, T], prompts, then mask_id, at least to the end of the longest sequence's last canvas.
-            prompt: i64[b], indices among all prompts.
-            prompt_end: i64[b].
-            sequences: number of sequences that take part, the first ones, default all; the others have no rows.
-            max_new_tokens: for all, or i64[b].
-            plan: None; such a model has no plan.
-        """
-        assert plan is None
-        end = prompt_end + max_new_tokens
-        tokens = torch.zeros((len(canvas), block), dtype=torch.int64, device=canvas.device)
+    def begin(cls, init: StateInit) -> Self:
+        """Make the state before the first step; prompts are prefilled, and the first canvas follows them."""
+        assert init.plan is None, "such a model has no plan"
+        start = init.prompt_end.clone()
+        tokens = torch.zeros((len(start), init.block), dtype=torch.int64, device=start.device)
         masked = torch.ones_like(tokens, dtype=torch.bool)
-        start = prompt_end.clone()
         return cls(
-            **cls.counters(start, tokens, masked, end - 1, sequences, most_rows),
-            given=cls.given_of(canvas, prompt_end, end, mask_id),
+            **init.fields(start, tokens, masked, init.end - 1),
             tokens=tokens,
             masked=masked,
             encodes=torch.zeros_like(start, dtype=torch.bool),
-            vocab=vocab,
-            canvas=canvas,
-            prompt=prompt,
-            prompt_end=prompt_end,
-            end=end,
-            stop_ids=stop_ids,
-            mask_id=mask_id,
+            vocab=init.vocab,
         )
 
     @property
