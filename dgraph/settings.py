@@ -52,6 +52,23 @@ def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> 
     return given
 
 
+def old_name(owner: str, old: str, new: str) -> property:
+    """An attribute under its old name, which warns at each use, and goes with the next release.
+
+    owner: name of the class that has the attribute.
+    """
+
+    def get(self: Any) -> Any:
+        _tell_renamed(owner, old, new)
+        return getattr(self, new)
+
+    return property(get, doc=f"The old name of `{new}`.")
+
+
+def _tell_renamed(owner: str, old: str, new: str) -> None:
+    warn(f"{owner}: {old} goes with the next release; it is now {new}.")
+
+
 def renamed(**names: str) -> Callable[[type[T]], type[T]]:
     """Class decorator: a frozen dataclass also takes fields by their old names, and has them as attributes.
 
@@ -65,23 +82,13 @@ def renamed(**names: str) -> Callable[[type[T]], type[T]]:
         @functools.wraps(init)
         def takes_old(self: T, *args: Any, **keywords: Any) -> None:
             for old in names.keys() & keywords.keys():
-                tell(old)
+                _tell_renamed(kind.__name__, old, names[old])
                 keywords[names[old]] = keywords.pop(old)
             init(self, *args, **keywords)
 
-        def tell(old: str) -> None:
-            warn(f"{kind.__name__}: {old} goes with the next release; it is now {names[old]}.")
-
-        def attribute(old: str) -> property:
-            def get(self: T) -> Any:
-                tell(old)
-                return getattr(self, names[old])
-
-            return property(get, doc=f"The old name of `{names[old]}`.")
-
         kind.__init__ = takes_old  # type: ignore[method-assign, assignment]
-        for old in names:
-            setattr(kind, old, attribute(old))
+        for old, new in names.items():
+            setattr(kind, old, old_name(kind.__name__, old, new))
         _RENAMED[kind] = names
         return kind
 

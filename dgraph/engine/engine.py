@@ -23,11 +23,12 @@ from dgraph.engine.io.tickets import Sink, Ticket
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.engine.thread import EngineClosed, Loop
-from dgraph.errors import EngineBusy, InputError, warn
+from dgraph.errors import EngineBusy, InputError
 from dgraph.runtime.checks import canvases_of, listed
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.label_scoring import Question
 from dgraph.runtime.sampling.stops import Decoder
+from dgraph.settings import old_name
 
 
 class Engine:
@@ -126,7 +127,7 @@ class Engine:
         Raises what `submit` does, and `InputError` for more than may ever wait.
         """
         self._check_room(len(several))  # first: requests that are not taken need no check
-        return self._queue(several, self._tickets(several))
+        return self._queue(several, [self._ticket(one) for one in several])
 
     async def submit_async(self, read: Callable[[], Sequence[Submission]]) -> list[str]:
         """Queue requests at once from an event loop, which goes on meanwhile.
@@ -143,13 +144,10 @@ class Engine:
 
         def checked() -> tuple[Sequence[Submission], list[Ticket]]:
             several = read()
-            return several, self._tickets(several)
+            return several, [self._ticket(one) for one in several]
 
         self._check_room(1)
         return self._queue(*await asyncio.to_thread(checked))
-
-    def _tickets(self, several: Sequence[Submission]) -> list[Ticket]:
-        return [self._ticket(one) for one in several]
 
     def _ticket(self, one: Submission) -> Ticket:
         """Make a ticket, without an id, of a request that can be served; raise what `submit` does for one that cannot.
@@ -425,11 +423,7 @@ class Engine:
         """Name of the scheduler."""
         return self._driver.scheduler.strategy.name
 
-    @property
-    def policy(self) -> str:
-        """The old name of `scheduler`."""
-        warn("Engine.policy goes with the next release; use Engine.scheduler.")
-        return self.scheduler
+    policy = old_name("Engine", "policy", "scheduler")
 
     @property
     def thread(self) -> threading.Thread:
