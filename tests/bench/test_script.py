@@ -17,7 +17,7 @@ from dgraph.runtime.loop.scripted_policy import SPREAD, BlockStep, Script, check
 from dgraph.runtime.policies import Candidates, FixedSteps
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.packed_rows import RowResults
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 from tests.bench.test_traces import FOLDER, HISTORY
 from tests.runtime.fake import summary
 

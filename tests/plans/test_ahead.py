@@ -13,7 +13,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Sequential
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.packed_rows import RowResults
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import summary
 

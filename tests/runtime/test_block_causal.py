@@ -14,7 +14,7 @@ from dgraph.runtime.sampling.random_numbers import row_seeds, sequence_keys, uni
 from dgraph.runtime.state.base import OUT
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.packed_rows import RowResults, prefill_rows, row_results
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import summary
 
 KNOWN = 4069107984540586624

@@ -18,7 +18,7 @@ from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, Traits, policy_of
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.packed_rows import RowResults
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import FakeProgram, fake_spec, summary
 
 MASK, STOP, NONE = 99, 50, -torch.inf

@@ -42,8 +42,8 @@ from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.encode_denoise import TwoModeState
 from dgraph.runtime.state.initial import say
+from dgraph.runtime.state.state_init import StateInit
 from dgraph.runtime.state.uniform_noise import RenoisedState
-from dgraph.runtime.state_init import StateInit
 from tests.amounts import every_value
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary

@@ -17,7 +17,7 @@ from dgraph.runtime.policies import Mixture
 from dgraph.runtime.requests import Request
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.initial import say
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import offered
 
 MASK = 99

@@ -13,8 +13,8 @@ from dgraph.errors import InputError
 from dgraph.runtime.policies import Candidates, Mixture, Renoise, policy_of
 from dgraph.runtime.sampling.random_numbers import random_ids, sequence_keys
 from dgraph.runtime.state.packed_rows import RowResults
+from dgraph.runtime.state.state_init import StateInit
 from dgraph.runtime.state.uniform_noise import RenoisedState
-from dgraph.runtime.state_init import StateInit
 from tests.oracle.renoise import Canvas, heat
 
 BLOCK, VOCAB = 6, 50

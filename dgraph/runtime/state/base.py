@@ -33,7 +33,7 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.sampling.random_numbers import policy_order
 from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, inverse, read
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 
 REPORT = (
     *("rows", "wanted", "action", "active", "broken", "closes", "shown_start", "start", "counter"),

@@ -22,7 +22,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Candidates, Mixture, Policy, per_sequence
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.packed_rows import StepRows, choose, packed
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass

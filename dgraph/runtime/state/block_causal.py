@@ -22,7 +22,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.state.block_window import MixingState
 from dgraph.runtime.state.packed_rows import StepRows, choose
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass

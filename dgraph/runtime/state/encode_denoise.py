@@ -33,7 +33,7 @@ from dgraph.plans.view import View
 from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
 from dgraph.runtime.state.block_window import MixingState
 from dgraph.runtime.state.packed_rows import StepRows, choose
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass

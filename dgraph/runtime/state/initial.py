@@ -15,8 +15,8 @@ from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.bidirectional import CanvasState
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.encode_denoise import TwoModeState
+from dgraph.runtime.state.state_init import StateInit
 from dgraph.runtime.state.uniform_noise import RenoisedState
-from dgraph.runtime.state_init import StateInit
 from dgraph.spec import ModelSpec
 
 

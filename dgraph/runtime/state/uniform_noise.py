@@ -22,7 +22,7 @@ from dgraph.runtime.policies import Candidates, Policy
 from dgraph.runtime.sampling.random_numbers import WORD, random_ids
 from dgraph.runtime.state.block_window import OwnBlockState
 from dgraph.runtime.state.packed_rows import StepRows, packed
-from dgraph.runtime.state_init import StateInit
+from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass
