@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args, get_origin
 
-from dgraph.errors import InputError, UnknownName, warn
+from dgraph.errors import InputError, UnknownName
 from dgraph.errors.foreign import HINTS
+from dgraph.errors.former import has_former_field
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-
-_RENAMED: dict[type, Mapping[str, str]] = {}
-"""Present names of renamed fields by their old ones; see `renamed`."""
 
 _TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
@@ -40,7 +37,7 @@ def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> 
     if given is None:
         known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
         for name in keywords:
-            if name not in known and name not in _RENAMED.get(kind, ()):
+            if name not in known and not has_former_field(kind, name):
                 raise UnknownName(f"setting of {kind.__name__}", name, known, HINTS.get(name, ""))
         return kind(**keywords)
     if not isinstance(given, kind):
@@ -50,49 +47,6 @@ def settings_of(kind: type[T], given: T | None, keywords: Mapping[str, Any]) -> 
             f"{', '.join(keywords)} cannot be set beside a {kind.__name__}; set it there, with dataclasses.replace."
         )
     return given
-
-
-def old_name(owner: str, old: str, new: str) -> property:
-    """An attribute under its old name, which warns at each use, and goes with the next release.
-
-    owner: name of the class that has the attribute.
-    """
-
-    def get(self: Any) -> Any:
-        _tell_renamed(owner, old, new)
-        return getattr(self, new)
-
-    return property(get, doc=f"The old name of `{new}`.")
-
-
-def _tell_renamed(owner: str, old: str, new: str) -> None:
-    warn(f"{owner}: {old} goes with the next release; it is now {new}.")
-
-
-def renamed(**names: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator: a frozen dataclass also takes fields by their old names, and has them as attributes.
-
-    Each use warns, and goes with the next release. names: the present name of each old one. A field given by both
-    names takes the value of the old one, which is how `dataclasses.replace` passes it on.
-    """
-
-    def decorate(kind: type[T]) -> type[T]:
-        init = kind.__init__
-
-        @functools.wraps(init)
-        def takes_old(self: T, *args: Any, **keywords: Any) -> None:
-            for old in names.keys() & keywords.keys():
-                _tell_renamed(kind.__name__, old, names[old])
-                keywords[names[old]] = keywords.pop(old)
-            init(self, *args, **keywords)
-
-        kind.__init__ = takes_old  # type: ignore[method-assign, assignment]
-        for old, new in names.items():
-            setattr(kind, old, old_name(kind.__name__, old, new))
-        _RENAMED[kind] = names
-        return kind
-
-    return decorate
 
 
 def named(text: str) -> tuple[str, list[str]]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from dgraph.errors import InputError, UnknownName, warn
+from dgraph.errors import InputError, UnknownName
+from dgraph.errors.former import tell_former
 from dgraph.settings import AUTO, DTYPES, SHORT_DTYPES, DtypeLike, typed
 from dgraph.settings import torch_device as torch_device
 from dgraph.settings import torch_dtype as torch_dtype
@@ -100,7 +101,7 @@ Dtype = Annotated[str | None, typer.Option(help=DTYPE, show_default="float32 on 
 def schedulers(given: Sequence[str] | None, old: Sequence[str] | None) -> list[str]:
     """Schedulers by name: those of --scheduler, and with a warning those of --policy, as the option was called."""
     if old:
-        warn("--policy of this command goes with the next release; it is now --scheduler.")
+        tell_former("--policy of this command", "--scheduler")
     return [*(given or ()), *(old or ())]
 
 

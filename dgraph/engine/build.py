@@ -17,6 +17,7 @@ from dgraph.engine.scheduling.jobs import MIXED_ROWS, Budgets
 from dgraph.engine.scheduling.scheduler import Scheduler
 from dgraph.engine.scheduling.schedulers import SchedulingStrategy, scheduler_of
 from dgraph.errors import InputError, UnknownName
+from dgraph.errors.former import former_fields
 from dgraph.lowering.program import Program
 from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
@@ -24,7 +25,6 @@ from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.requests import Request, Shape, ring_pages, step_rows
 from dgraph.runtime.sampling.stops import Decoder
-from dgraph.settings import renamed
 
 PAGES = ("block", "life")
 SEQUENCES = {"cpu": 16, "cuda": 64}
@@ -41,7 +41,7 @@ CPU_BYTES = 1 << 30
 """Default bytes of keys and values on a CPU."""
 
 
-@renamed(policy="scheduler")
+@former_fields(policy="scheduler")
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """Size of an engine, and the scheduler by which its requests run.

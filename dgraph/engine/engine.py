@@ -24,11 +24,11 @@ from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import Submission
 from dgraph.engine.thread import EngineClosed, Loop
 from dgraph.errors import EngineBusy, InputError
+from dgraph.errors.former import former_attribute
 from dgraph.runtime.checks import canvases_of, listed
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.label_scoring import Question
 from dgraph.runtime.sampling.stops import Decoder
-from dgraph.settings import old_name
 
 
 class Engine:
@@ -423,7 +423,7 @@ class Engine:
         """Name of the scheduler."""
         return self._driver.scheduler.strategy.name
 
-    policy = old_name("Engine", "policy", "scheduler")
+    policy = former_attribute("Engine", "policy", "scheduler")
 
     @property
     def thread(self) -> threading.Thread:

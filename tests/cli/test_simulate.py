@@ -94,7 +94,7 @@ def test_bad_input_is_one_line(run: Run, args: tuple[object, ...], message: str)
 
 def test_the_command_line_takes_its_old_option(run: Run) -> None:
     few = ("--requests", 4, "--rate", 20, "--prompt", 8, "--tokens", 4, "--block", 4, "--json")
-    told = "--policy of this command goes with the next release; it is now --scheduler."
+    told = "--policy of this command is --scheduler since version 0.2"
     result = run("simulate", *few, "--scheduler", "fcfs", "--policy", "static")
     assert result.exit_code == 0, result.stderr
     assert told in result.stderr

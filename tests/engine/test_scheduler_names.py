@@ -16,9 +16,7 @@ from dgraph.settings import settings_of
 
 
 def test_settings_take_the_old_keyword() -> None:
-    told = pytest.warns(
-        DgraphWarning, match=r"EngineSettings: policy goes with the next release; it is now scheduler\."
-    )
+    told = pytest.warns(DgraphWarning, match=r"EngineSettings.policy.* is scheduler.* since version 0\.2")
     with told:
         old: EngineSettings = EngineSettings(policy="fcfs", queue=3)  # type: ignore[call-arg]
     assert old == EngineSettings(scheduler="fcfs", queue=3)
@@ -41,9 +39,9 @@ def test_the_present_names_warn_of_nothing() -> None:
 
 def test_the_module_has_its_old_names() -> None:
     module: Any = schedulers
-    with pytest.warns(DgraphWarning, match=r"SchedulePolicy goes with the next release; use SchedulingStrategy\."):
+    with pytest.warns(DgraphWarning, match=r"SchedulePolicy is SchedulingStrategy since"):
         assert module.SchedulePolicy is SchedulingStrategy
-    with pytest.warns(DgraphWarning, match="use scheduler_of"):
+    with pytest.warns(DgraphWarning, match="policy_of is scheduler_of"):
         assert module.policy_of is scheduler_of
     with pytest.raises(AttributeError, match="has no attribute 'policies'"):
         _ = module.policies

@@ -77,9 +77,7 @@ def test_a_policy_that_is_no_rule_may_have_them_too() -> None:
 
 def test_functions_of_single_traits_go_with_a_warning() -> None:
     old: Any = policies
-    with pytest.warns(
-        DgraphWarning, match=r"policies\.edits goes with the next release; use traits_of\(policy\)\.edits"
-    ):
+    with pytest.warns(DgraphWarning, match=r"policies\.edits is traits_of\(policy\)\.edits since"):
         edits = old.edits
     assert edits(JointThreshold())
     assert not edits(Plain())

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 
-from dgraph.errors import InputError, UnknownName, warn
+from dgraph.errors import InputError, UnknownName
+from dgraph.errors.former import tell_former
 from dgraph.plugins import Table
 from dgraph.runtime.policies.autoregressive import Autoregressive, SelfSpeculation
 from dgraph.runtime.policies.base import (
@@ -213,10 +214,10 @@ def _settable(rule: DecodeRule | type[DecodeRule]) -> dict[str, Field[Any]]:
 
 
 def __getattr__(name: str) -> Callable[[Policy], bool]:
-    """The function that told a trait before there was `traits_of`; it goes with the next release."""
+    """The function that told a trait before there was `traits_of`."""
     if name not in TRAITS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn(f"{__name__}.{name} goes with the next release; use traits_of(policy).{name}.")
+    tell_former(f"{__name__}.{name}", f"traits_of(policy).{name}")
     return lambda policy: getattr(traits_of(policy), name)
 
 

@@ -67,6 +67,6 @@ def _warn_of_separate(rule: str, names: tuple[str, ...]) -> None:
     """Warn once per class."""
     given = ", ".join(f"{name}=..." for name in names)
     warn(
-        f"{rule}: {' and '.join(names)} as class attributes will not be read by the next release; declare "
+        f"{rule}: {' and '.join(names)} as class attributes go with version 0.3; declare "
         f"traits: ClassVar[Traits] = Traits({given}), imported from dgraph.runtime.policies."
     )

@@ -14,7 +14,8 @@ from dgraph.engine.scheduling.schedulers.fcfs import Fcfs
 from dgraph.engine.scheduling.schedulers.look_ahead import LookAhead
 from dgraph.engine.scheduling.schedulers.prefill_first import PrefillFirst
 from dgraph.engine.scheduling.schedulers.static import Static
-from dgraph.errors import InputError, UnknownName, warn
+from dgraph.errors import InputError, UnknownName
+from dgraph.errors.former import former_names
 from dgraph.plugins import Table
 from dgraph.settings import settings_of
 
@@ -52,15 +53,7 @@ def scheduler_of(given: str | SchedulingStrategy, **settings: Any) -> Scheduling
     return settings_of(type(given), given, settings)
 
 
-_RENAMED = {"POLICIES": "SCHEDULERS", "SchedulePolicy": "SchedulingStrategy", "policy_of": "scheduler_of"}
-
-
-def __getattr__(name: str) -> Any:
-    """The object of an old name; these go with the next release."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn(f"{__name__}.{name} goes with the next release; use {_RENAMED[name]}.")
-    return globals()[_RENAMED[name]]
-
+_FORMER = {"POLICIES": "SCHEDULERS", "SchedulePolicy": "SchedulingStrategy", "policy_of": "scheduler_of"}
+__getattr__ = former_names(__name__, _FORMER)
 
 __all__ = ["SCHEDULERS", "Fcfs", "LookAhead", "PrefillFirst", "SchedulingStrategy", "Static", "View", "scheduler_of"]
