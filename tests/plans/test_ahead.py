@@ -11,7 +11,7 @@ from dgraph.plans.rows import RowCounts, RowPlan
 from dgraph.plans.schedules import Apart, Counted, Either, FirstShare
 from dgraph.plans.view import View
 from dgraph.runtime.policies import Sequential
-from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.packed_rows import RowResults
 from dgraph.runtime.state.state_init import StateInit
 from tests.plans.outside import Stride, Thirds
@@ -51,7 +51,7 @@ def test_the_host_counts_as_the_device_does(plan: RowPlan, prompts: list[int], n
     canvas = torch.full((len(prompts), max(prompts) + new + BLOCK), MASK)
     for row, length in zip(canvas, prompts, strict=True):
         row[:length] = torch.arange(length)
-    state = CanvasState.begin(
+    state = BidirectionalState.begin(
         StateInit(
             canvas,
             torch.arange(len(prompts)),

@@ -16,7 +16,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import BlockSession, ConfidenceThreshold, FixedSteps
 from dgraph.runtime.policies import DecodeRule, Dream, JointThreshold, Sequential, Traits, policy_of
-from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.packed_rows import RowResults
 from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import FakeProgram, fake_spec, summary
@@ -25,12 +25,14 @@ MASK, STOP, NONE = 99, 50, -torch.inf
 DUAL = RowPlan(Block())
 
 
-def begin(prompts: list[list[int]], new: int, plan: RowPlan = DUAL, block: int = 4, shift: int = 0) -> CanvasState:
+def begin(
+    prompts: list[list[int]], new: int, plan: RowPlan = DUAL, block: int = 4, shift: int = 0
+) -> BidirectionalState:
     width = max(map(len, prompts)) + new + block
     canvas = torch.full((len(prompts), width), MASK)
     for row, prompt in zip(canvas, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
-    return CanvasState.begin(
+    return BidirectionalState.begin(
         StateInit(
             canvas,
             torch.arange(len(prompts)),
@@ -59,7 +61,7 @@ class Coming(ConfidenceThreshold):
 
 
 def step(
-    state: CanvasState,
+    state: BidirectionalState,
     decode: dict[tuple[int, int], int],
     cache: Any = "off",
     policy: ConfidenceThreshold = ConfidenceThreshold(0.5),  # noqa: B008
@@ -76,7 +78,7 @@ def step(
     return state.apply(rows, results, policy, cache, True)
 
 
-def pending(state: CanvasState, sequence: int = 0) -> list[int]:
+def pending(state: BidirectionalState, sequence: int = 0) -> list[int]:
     """Positions that the next step forwards."""
     rows = state.rows(summary(state)[0])
     return rows.positions[rows.sequence == sequence].tolist()

@@ -38,12 +38,12 @@ from dgraph.runtime.policies import (
     traits_of,
 )
 from dgraph.runtime.requests import Request
-from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.block_causal import BlockCausalState
-from dgraph.runtime.state.encode_denoise import TwoModeState
+from dgraph.runtime.state.encode_denoise import EncodeDenoiseState
 from dgraph.runtime.state.initial import say
 from dgraph.runtime.state.state_init import StateInit
-from dgraph.runtime.state.uniform_noise import RenoisedState
+from dgraph.runtime.state.uniform_noise import UniformNoiseState
 from tests.amounts import every_value
 from tests.plans.outside import Stride, Thirds
 from tests.runtime.fake import REACHED, FakeProgram, fake_spec, offered, summary
@@ -87,15 +87,15 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     plan, mixed = PLANS[kind], 9 if "mixed" in kind else 0
     if kind in ("encode", "causal", "causal mixed", "kept"):
         kv = KVPlan("response", pairs=(3,)) if kind == "kept" else None
-        state: Any = TwoModeState.begin(
+        state: Any = EncodeDenoiseState.begin(
             StateInit(canvas, *which, **facts, shift=1, causal="causal" in kind, kv=kv, most_mixed=mixed)
         )
     elif kind == "random":
-        state = RenoisedState.begin(StateInit(canvas, *which, **facts, vocab=90))
+        state = UniformNoiseState.begin(StateInit(canvas, *which, **facts, vocab=90))
     elif plan is None:
         state = BlockCausalState.begin(StateInit(canvas, *which, **facts, most_mixed=mixed))
     else:
-        state = CanvasState.begin(StateInit(canvas, *which, **facts, plan=plan, shift=1))
+        state = BidirectionalState.begin(StateInit(canvas, *which, **facts, plan=plan, shift=1))
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
     offers = ["input_ids", "positions", "limit", "masked", "candidate", "cu_rows", "average", "block_end", "step"]
     offers += [*["full", "changed"] * (plan is not None), *["script"] * rule.pop("scripted", False), "temperature"]

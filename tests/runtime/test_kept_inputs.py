@@ -15,7 +15,7 @@ from dgraph.runtime.loop.batch_config import Rule
 from dgraph.runtime.loop.transition import Advance
 from dgraph.runtime.policies import Mixture
 from dgraph.runtime.requests import Request
-from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.initial import say
 from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import offered
@@ -27,7 +27,7 @@ PLAN = RowPlan(Response(), Apart(2, 3))
 def advance_of(kv: KVPlan | None) -> Advance:
     """Two sequences before their first step; a step commits one position of each."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 8], [4, 5, 6, 7, 8, *[MASK] * 6]])
-    state = CanvasState.begin(
+    state = BidirectionalState.begin(
         StateInit(
             canvas,
             torch.arange(2),

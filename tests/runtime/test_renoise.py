@@ -14,7 +14,7 @@ from dgraph.runtime.policies import Candidates, Mixture, Renoise, policy_of
 from dgraph.runtime.sampling.random_numbers import random_ids, sequence_keys
 from dgraph.runtime.state.packed_rows import RowResults
 from dgraph.runtime.state.state_init import StateInit
-from dgraph.runtime.state.uniform_noise import RenoisedState
+from dgraph.runtime.state.uniform_noise import UniformNoiseState
 from tests.oracle.renoise import Canvas, heat
 
 BLOCK, VOCAB = 6, 50
@@ -112,12 +112,12 @@ def test_the_published_settings() -> None:
 # -- the state ---------------------------------------------------------------------------------------------------
 
 
-def begun(prompts: tuple[int, ...] = (3, 5), new: int = 8) -> RenoisedState:
+def begun(prompts: tuple[int, ...] = (3, 5), new: int = 8) -> UniformNoiseState:
     canvas = torch.full((len(prompts), 24), -1)
     for s, length in enumerate(prompts):
         canvas[s, :length] = torch.arange(length) + 10
     ends = torch.tensor(prompts)
-    state = RenoisedState.begin(
+    state = UniformNoiseState.begin(
         StateInit(
             canvas,
             torch.arange(len(prompts)),
@@ -135,7 +135,7 @@ def begun(prompts: tuple[int, ...] = (3, 5), new: int = 8) -> RenoisedState:
     return state
 
 
-def results(state: RenoisedState, token: int, draw: int) -> RowResults:
+def results(state: UniformNoiseState, token: int, draw: int) -> RowResults:
     count = state.capacity
     full = torch.full((count,), 0, dtype=torch.int64)
     entropy = torch.arange(count) % BLOCK * 1.0  # only the first of a canvas is within the bound

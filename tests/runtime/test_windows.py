@@ -16,14 +16,14 @@ from dgraph.runtime.loop.batch_config import Rule
 from dgraph.runtime.loop.step_inputs import Moment, computed
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.state.base import OUT
-from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.block_causal import BlockCausalState
-from dgraph.runtime.state.encode_denoise import TwoModeState
+from dgraph.runtime.state.encode_denoise import EncodeDenoiseState
 from tests.runtime.fake import summary
 from tests.runtime.test_block_causal import step as step_of_blocks
 from tests.runtime.test_canvas import MASK, step
 
-State = CanvasState | BlockCausalState | TwoModeState
+State = BidirectionalState | BlockCausalState | EncodeDenoiseState
 RESPONSE = KVPlan("response", pairs=(3,))
 
 
@@ -60,7 +60,7 @@ def walk(state: Any, take: Any, start: int, positions: int) -> list[tuple[list[i
 def test_who_sits_a_step_out_chooses_nothing(window: str) -> None:
     """It has no rows to choose by, and what it packs would be read in its next step."""
     kv = KVPlan(window, pairs=(3,))
-    for kind, more in ((CanvasState, {"plan": RowPlan(Block())}), (BlockCausalState, {})):
+    for kind, more in ((BidirectionalState, {"plan": RowPlan(Block())}), (BlockCausalState, {})):
         state = begin(kind, [[1, 2, 3], [4, 5, 6, 7, 8]], 6, kv, **more)
         assert said(state)[1:] == ([SELECT, SELECT], 2)
         state.place[1] = OUT
@@ -70,9 +70,9 @@ def test_who_sits_a_step_out_chooses_nothing(window: str) -> None:
 
 def test_without_a_plan_there_is_neither() -> None:
     kinds: tuple[tuple[type[State], dict[str, Any]], ...] = (
-        (CanvasState, {"plan": RowPlan(Block())}),
+        (BidirectionalState, {"plan": RowPlan(Block())}),
         (BlockCausalState, {}),
-        (TwoModeState, {"shift": 1, "causal": False}),
+        (EncodeDenoiseState, {"shift": 1, "causal": False}),
     )
     for kind, more in kinds:
         state = begin(kind, [[1, 2, 3]], 6, None, **more)
@@ -83,35 +83,37 @@ def test_without_a_plan_there_is_neither() -> None:
 def test_a_block_of_a_canvas() -> None:
     """Full steps see everything, the last of them chooses; the last block is cut short."""
     kv = KVPlan("block", delay=1, ratio=0.5)
-    state = begin(CanvasState, [[1, 2, 3]], 6, kv, plan=RowPlan(Block(), Counted(full_steps=2)))
+    state = begin(BidirectionalState, [[1, 2, 3]], 6, kv, plan=RowPlan(Block(), Counted(full_steps=2)))
     assert walk(state, step, 3, 6) == [
         ([3, 7], DENSE), ([3, 7], SELECT), ([3, 7], REUSE), ([3, 7], REUSE), ([7, 9], DENSE), ([7, 9], SELECT),
     ]  # fmt: skip
     assert said(state)[1:] == ([REUSE], 0), "a finished sequence chooses nothing"
-    shifted = begin(CanvasState, [[1, 2, 3]], 6, kv, plan=RowPlan(Block(), Counted(full_steps=2)), shift=1)
+    shifted = begin(BidirectionalState, [[1, 2, 3]], 6, kv, plan=RowPlan(Block(), Counted(full_steps=2)), shift=1)
     assert [window for window, _ in walk(shifted, step, 3, 6)] == [[2, 7]] * 4 + [[6, 9]] * 2
-    at_once = begin(CanvasState, [[1, 2]], 8, KVPlan("block", ratio=0.5), plan=RowPlan(Block(), Counted(every=2)))
+    at_once = begin(
+        BidirectionalState, [[1, 2]], 8, KVPlan("block", ratio=0.5), plan=RowPlan(Block(), Counted(every=2))
+    )
     assert [action for _, action in walk(at_once, step, 2, 8)] == [SELECT, REUSE] * 4
 
 
 def test_a_response_of_a_canvas() -> None:
     """Whole steps after the first renew what is kept."""
     plan = RowPlan(Response(), Apart(3, 2))
-    state = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=plan, shift=1)
+    state = begin(BidirectionalState, [[1, 2, 3]], 8, RESPONSE, plan=plan, shift=1)
     found = walk(state, step, 3, 8)
     assert {tuple(window) for window, _ in found} == {(2, 11)}
     assert [action for _, action in found] == [SELECT, REUSE, REUSE, REPACK, REUSE, REUSE, REPACK, REUSE]
-    blocks = begin(CanvasState, [[1, 2, 3]], 8, RESPONSE, plan=RowPlan(Block()))
+    blocks = begin(BidirectionalState, [[1, 2, 3]], 8, RESPONSE, plan=RowPlan(Block()))
     assert [action for _, action in walk(blocks, step, 3, 8)] == [SELECT, *[REUSE] * 3, REPACK, *[REUSE] * 3]
 
 
 def test_sequences_of_a_canvas_by_themselves() -> None:
     kv = KVPlan("block", ratio=0.5)
-    state = begin(CanvasState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan(Block()), sequences=2)
+    state = begin(BidirectionalState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan(Block()), sequences=2)
     assert said(state) == ([[3, 7], [1, 5]], [SELECT, SELECT], 2)
     step(state, {**{(0, p): 10 for p in range(3, 7)}, (1, 2): 10})
     assert said(state) == ([[7, 11], [1, 5]], [SELECT, REUSE], 1)
-    padded = begin(CanvasState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan(Block()), sequences=1)
+    padded = begin(BidirectionalState, [[1, 2, 3], [7]], 8, kv, plan=RowPlan(Block()), sequences=1)
     assert said(padded)[1:] == ([SELECT, REUSE], 1)
 
 
@@ -144,12 +146,12 @@ def test_a_response_of_blocks() -> None:
 def test_a_block_of_two_modes() -> None:
     """What is encoded sees every key; the steps that denoise a block are counted, and its window begins with it."""
     kv = KVPlan("block", delay=1, ratio=0.5)
-    shifted = begin(TwoModeState, [[1, 2, 3, 4]], 8, kv, shift=1, causal=False)
+    shifted = begin(EncodeDenoiseState, [[1, 2, 3, 4]], 8, kv, shift=1, causal=False)
     # Row 3, with which the prompt's block is encoded, predicts position 4, and rows of a block the next position.
     found = walk(shifted, step_of_blocks, 3, 8)
     assert [action for _, action in found] == [DENSE, DENSE, SELECT, REUSE, DENSE, DENSE, SELECT, REUSE]
     assert [low for (low, _), _ in found] == [0, 4, 4, 4, 4, 8, 8, 8]
-    causal = begin(TwoModeState, [[1, 2, 3, 4, 5]], 5, kv, shift=1, causal=True)
+    causal = begin(EncodeDenoiseState, [[1, 2, 3, 4, 5]], 5, kv, shift=1, causal=True)
     found = walk(causal, step_of_blocks, 4, 5)
     assert [action for _, action in found] == [DENSE, DENSE, SELECT, REUSE, DENSE]
     assert [low for (low, _), _ in found] == [4, 5, 5, 5, 5]
@@ -158,7 +160,7 @@ def test_a_block_of_two_modes() -> None:
 @pytest.mark.parametrize(("causal", "low"), [(False, 4), (True, 6)])
 def test_a_response_of_two_modes(causal: bool, low: int) -> None:
     """The first step that denoises chooses, and what is encoded after it sees what is kept."""
-    state = begin(TwoModeState, [[1, 2, 3, 4, 5, 6]], 6, RESPONSE, shift=1, causal=causal)
+    state = begin(EncodeDenoiseState, [[1, 2, 3, 4, 5, 6]], 6, RESPONSE, shift=1, causal=causal)
     found = walk(state, step_of_blocks, 5, 5)
     assert {first for (first, _), _ in found} == {low}
     # A prompt that ends within a block of four begins it; where rows are encoded causally, its last one comes first.
@@ -167,7 +169,7 @@ def test_a_response_of_two_modes(causal: bool, low: int) -> None:
 
 
 def test_a_sequence_that_waits_before_it_chooses_chooses_later() -> None:
-    state = begin(TwoModeState, [[1, 2, 3, 4], [5, 6, 7, 8]], 8, RESPONSE, shift=1, causal=False)
+    state = begin(EncodeDenoiseState, [[1, 2, 3, 4], [5, 6, 7, 8]], 8, RESPONSE, shift=1, causal=False)
     assert said(state)[1:] == ([DENSE, DENSE], 2)
     state.place[1] = OUT
     state.grant()

@@ -35,7 +35,7 @@ from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
 from dgraph.runtime.policies.mixture import Refusals, noting_none
 from dgraph.runtime.sampling.random_numbers import policy_noise
 from dgraph.runtime.state.base import DecodeState
-from dgraph.runtime.state.block_window import MixingState
+from dgraph.runtime.state.block_window import PrefillMixinState
 from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, row_results
 
 FILLERS = {
@@ -172,7 +172,7 @@ class Advance:
 
     def mix(self, slots: Sequence[int], rows: Sequence[int]) -> None:
         """Let the first steps of these slots encode `rows` rows of their prompts, in a session that `mixes`."""
-        assert isinstance(self.state, MixingState)
+        assert isinstance(self.state, PrefillMixinState)
         at, values = upload(self.state.start.device, torch.tensor(slots), torch.tensor(rows))
         self.state.mixed.index_copy_(0, at, values)
 

@@ -25,7 +25,7 @@ class Autoregressive(DecodeRule):
     traits: ClassVar[Traits] = Traits(autoregressive=True)
 
     def choose(self, candidates: Candidates) -> Tensor:
-        return torch.zeros_like(candidates.masked)  # `TwoModeState` commits the prediction
+        return torch.zeros_like(candidates.masked)  # `EncodeDenoiseState` commits the prediction
 
 
 @dataclass(frozen=True)

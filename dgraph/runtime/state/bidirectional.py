@@ -26,7 +26,7 @@ from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass
-class CanvasState(DecodeState):
+class BidirectionalState(DecodeState):
     """State of b sequences of a bidirectional model; see `DecodeState`. Attributes that the transitions replace, too:
 
     masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next

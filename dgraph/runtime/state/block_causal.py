@@ -3,7 +3,7 @@
 Columns [0, B) are the previous block, columns [B, 2B) the current one. A row of the previous block is forwarded once
 more to commit it (its keys and values then see the whole decoded block); it rides in the same forward as the next
 block's first step. That is exact for block-causal attention: every layer writes its keys before any row reads them, and
-each row has its own limit. The rest of a prompt may ride in that forward too (see `MixingState`).
+each row has its own limit. The rest of a prompt may ride in that forward too (see `PrefillMixinState`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
 from dgraph.runtime.policies import Policy
-from dgraph.runtime.state.block_window import MixingState
+from dgraph.runtime.state.block_window import PrefillMixinState
 from dgraph.runtime.state.packed_rows import StepRows, choose
 from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass
-class BlockCausalState(MixingState):
-    """State of b sequences of a block-causal model; see `MixingState`. Attributes that the transitions replace, too:
+class BlockCausalState(PrefillMixinState):
+    """State of b sequences of a block-causal model; see `PrefillMixinState`. Attributes that the transitions replace, too:
 
     tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet; changed bool[b, B]: decoded in the step
     before, None without a plan. A masked column holds the mask token; programs never predict it for a mask, but

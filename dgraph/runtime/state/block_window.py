@@ -14,7 +14,7 @@ from dgraph.runtime.state.packed_rows import packed
 
 
 @dataclass
-class OwnBlockState(DecodeState):
+class BlockWindowState(DecodeState):
     """A `DecodeState` whose rows are those of one block, and see up to its end.
 
     tokens i64[b, W]: tokens of its rows, those of the block in the last B columns. masked bool[b, B]: columns of the
@@ -61,8 +61,8 @@ class OwnBlockState(DecodeState):
 
 
 @dataclass
-class MixingState(OwnBlockState):
-    """An `OwnBlockState` whose first steps may encode the rest of prompts.
+class PrefillMixinState(BlockWindowState):
+    """An `BlockWindowState` whose first steps may encode the rest of prompts.
 
     The rows of the last `mixed` positions before the current block are part of the forward of the first step. They have
     columns of their own, before those of `pending`, since only a first step has any.

@@ -31,14 +31,14 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
 from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
-from dgraph.runtime.state.block_window import MixingState
+from dgraph.runtime.state.block_window import PrefillMixinState
 from dgraph.runtime.state.packed_rows import StepRows, choose
 from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass
-class TwoModeState(MixingState):
-    """State of b sequences of such a model; see `MixingState`. Attributes that the transitions replace, too:
+class EncodeDenoiseState(PrefillMixinState):
+    """State of b sequences of such a model; see `PrefillMixinState`. Attributes that the transitions replace, too:
 
     tokens i64[b, B]: the current block, drafts included; masked bool[b, B]: not decoded yet (drafts are not); pending
     bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes these rows; partly bool[b]: that step

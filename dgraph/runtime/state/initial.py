@@ -12,11 +12,11 @@ from dgraph.runtime.policies import Mixture, row_of, settings_spec
 from dgraph.runtime.requests import Request, Shape
 from dgraph.runtime.sampling.random_numbers import sequence_keys
 from dgraph.runtime.state.base import DecodeState
-from dgraph.runtime.state.bidirectional import CanvasState
+from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.block_causal import BlockCausalState
-from dgraph.runtime.state.encode_denoise import TwoModeState
+from dgraph.runtime.state.encode_denoise import EncodeDenoiseState
 from dgraph.runtime.state.state_init import StateInit
-from dgraph.runtime.state.uniform_noise import RenoisedState
+from dgraph.runtime.state.uniform_noise import UniformNoiseState
 from dgraph.spec import ModelSpec
 
 
@@ -75,10 +75,10 @@ def begin(
 def _kind_of(spec: ModelSpec) -> type[DecodeState]:
     """The kind of state that a model needs."""
     if spec.noise == "uniform":
-        return RenoisedState
+        return UniformNoiseState
     if spec.next_token:
-        return TwoModeState
-    return BlockCausalState if spec.attention == "block_causal" else CanvasState
+        return EncodeDenoiseState
+    return BlockCausalState if spec.attention == "block_causal" else BidirectionalState
 
 
 def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:

@@ -20,13 +20,13 @@ from torch import Tensor
 from dgraph.plans.block_cache import BlockCache
 from dgraph.runtime.policies import Candidates, Policy
 from dgraph.runtime.sampling.random_numbers import WORD, random_ids
-from dgraph.runtime.state.block_window import OwnBlockState
+from dgraph.runtime.state.block_window import BlockWindowState
 from dgraph.runtime.state.packed_rows import StepRows, packed
 from dgraph.runtime.state.state_init import StateInit
 
 
 @dataclass
-class RenoisedState(OwnBlockState):
+class UniformNoiseState(BlockWindowState):
     """State of b sequences of such a model; see `DecodeState`. Attributes that the transitions replace, too:
 
     tokens i64[b, B]: the canvas as the next step finds it, except for a first step, which finds random tokens; masked
