@@ -16,7 +16,7 @@ from dgraph.engine.io.events import Event
 from dgraph.engine.io.timings import Served, Summary, summarise
 from dgraph.engine.scheduling.schedulers import SchedulingStrategy
 from dgraph.engine.stats import EngineStats
-from dgraph.engine.submission import Submission
+from dgraph.engine.submission import RequestSpec
 from dgraph.errors import InputError
 from dgraph.families import Model
 from dgraph.runtime.decoding import Decoding
@@ -115,12 +115,12 @@ def serve_load(
     count = done = 0
     try:
         while done < len(requests):
-            asked: list[Submission] = []
+            asked: list[RequestSpec] = []
             while count < len(requests):
                 request = requests[count]
                 if len(names) + len(asked) >= clients if clients else begin + request.arrival > engine.clock():
                     break
-                one = Submission(
+                one = RequestSpec(
                     prompt=prompts[count],
                     decoding=replace(chosen, max_new_tokens=request.new),
                     sink=_end_to(ended, count),

@@ -213,7 +213,7 @@ def _watched(
     optimized: Optimized, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
 ) -> tuple[list[str], list[Run]]:
     """Continue prompts in an engine that reports every step; returns texts, and a record of each one's steps."""
-    from dgraph.engine.submission import Submission
+    from dgraph.engine.submission import RequestSpec
     from dgraph.viewer import Run
 
     told: list[list[Event]] = [[] for _ in prompts]
@@ -239,7 +239,7 @@ def _watched(
             raise typer.Exit
         engine.submit_all(
             [
-                Submission(prompt=prompt, decoding=decoding, sink=sink_of(told[index]), draft=True, index=index)
+                RequestSpec(prompt=prompt, decoding=decoding, sink=sink_of(told[index]), draft=True, index=index)
                 for index, prompt in enumerate(prompts)
             ]
         )

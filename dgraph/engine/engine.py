@@ -21,7 +21,7 @@ from dgraph.engine.io.label_questions import Answer, Questions
 from dgraph.engine.io.sinks import GuardedSink
 from dgraph.engine.io.tickets import Sink, Ticket
 from dgraph.engine.stats import EngineStats
-from dgraph.engine.submission import Submission
+from dgraph.engine.submission import RequestSpec
 from dgraph.engine.thread import EngineClosed, Loop
 from dgraph.errors import EngineBusy, InputError
 from dgraph.errors.former import former_attribute
@@ -106,7 +106,7 @@ class Engine:
             EngineBusy: the queue is full.
             EngineClosed: the engine was closed.
         """
-        one = Submission(
+        one = RequestSpec(
             prompt=prompt,
             decoding=Decoding.of(decoding, settings),
             sink=sink,
@@ -119,7 +119,7 @@ class Engine:
         (name,) = self.submit_all([one])
         return name
 
-    def submit_all(self, several: Sequence[Submission]) -> list[str]:
+    def submit_all(self, several: Sequence[RequestSpec]) -> list[str]:
         """Queue requests at once: all of them or, where this raises, none. Returns their ids.
 
         No step is planned with some of them before the rest has come. The engine goes on while they are checked.
@@ -129,7 +129,7 @@ class Engine:
         self._check_room(len(several))  # first: requests that are not taken need no check
         return self._queue(several, [self._ticket(one) for one in several])
 
-    async def submit_async(self, read: Callable[[], Sequence[Submission]]) -> list[str]:
+    async def submit_async(self, read: Callable[[], Sequence[RequestSpec]]) -> list[str]:
         """Queue requests at once from an event loop, which goes on meanwhile.
 
         Requests are read and checked in another thread, where a long prompt takes its time, and the first request of
@@ -142,14 +142,14 @@ class Engine:
         Raises what `submit_all` and `read` do.
         """
 
-        def checked() -> tuple[Sequence[Submission], list[Ticket]]:
+        def checked() -> tuple[Sequence[RequestSpec], list[Ticket]]:
             several = read()
             return several, [self._ticket(one) for one in several]
 
         self._check_room(1)
         return self._queue(*await asyncio.to_thread(checked))
 
-    def _ticket(self, one: Submission) -> Ticket:
+    def _ticket(self, one: RequestSpec) -> Ticket:
         """Make a ticket, without an id, of a request that can be served; raise what `submit` does for one that cannot.
         Checking many takes its time, so the lock is not held here.
         """
@@ -159,7 +159,7 @@ class Engine:
         self._driver.fits(ticket)
         return ticket
 
-    def _queue(self, several: Sequence[Submission], tickets: Sequence[Ticket]) -> list[str]:
+    def _queue(self, several: Sequence[RequestSpec], tickets: Sequence[Ticket]) -> list[str]:
         """Give requests their ids, and pass them to the engine, all or none."""
         with self._wake:
             self._check_room(len(tickets))
@@ -224,7 +224,7 @@ class Engine:
         Raises what `submit` does before the first event, and the request's own error in the place of the last one.
         """
         events = asyncio.Queue[Event]()
-        one = Submission(
+        one = RequestSpec(
             prompt=prompt,
             decoding=Decoding.of(decoding, settings),
             sink=self.mailbox().to(events.put_nowait),

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from dgraph.engine.core import Driver
 from dgraph.engine.io.tickets import Sink
 from dgraph.errors import InputError
+from dgraph.errors.former import former_names
 from dgraph.runtime.checks import check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
 
+__getattr__ = former_names(__name__, {"Submission": "RequestSpec"})
+
 
 @dataclass(frozen=True, kw_only=True)
-class Submission:
+class RequestSpec:
     """One request of a caller; see `Engine.submit`.
 
     number: of its prompt, in messages; None for `index`.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.io.event_loop import Mailbox
 from dgraph.engine.io.events import Event
-from dgraph.engine.submission import Submission
+from dgraph.engine.submission import RequestSpec
 from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
 from dgraph.serve.refusal import Refusal, not_now, shut_down, unavailable
@@ -55,10 +55,10 @@ class Running:
         """
         mailbox = self.model.engine.mailbox()
 
-        def read() -> list[Submission]:
+        def read() -> list[RequestSpec]:
             self.order = translate(self.model)
             self.left = len(self.order.prompts) * self.order.choices
-            return self._submissions(mailbox)
+            return self._request_specs(mailbox)
 
         try:
             self.names = await self.model.engine.submit_async(read)
@@ -69,10 +69,10 @@ class Running:
         if self._cancelled:  # while the request was read
             self.cancel()
 
-    def _submissions(self, mailbox: Mailbox) -> list[Submission]:
+    def _request_specs(self, mailbox: Mailbox) -> list[RequestSpec]:
         order = self.order
         return [
-            Submission(
+            RequestSpec(
                 prompt=order.prompts[index // order.choices],
                 decoding=order.decodings[index // order.choices],
                 sink=mailbox.to(self._putting(index)),

@@ -22,7 +22,7 @@ from dgraph.engine.engine import Engine
 from dgraph.engine.io.events import Event, Usage
 from dgraph.engine.io.timings import Served
 from dgraph.engine.stats import EngineStats
-from dgraph.engine.submission import Submission
+from dgraph.engine.submission import RequestSpec
 from dgraph.errors import InputError
 from dgraph.families import load as load_model
 from dgraph.runtime.decoding import Decoding
@@ -123,7 +123,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
         def __init__(self) -> None:
             self.clock, self.stats, self.scheduler = lambda: float(clock()), stats, "fcfs"
 
-        def submit_all(self, several: Sequence[Submission]) -> list[str]:
+        def submit_all(self, several: Sequence[RequestSpec]) -> list[str]:
             (one,), now = several, self.clock()
             served = Served(now, now, now, now, one.decoding.max_new_tokens)
             one.sink(Event("a", "", (), (), (), Usage(1, 1), finish_reason="length", served=served))

@@ -17,7 +17,7 @@ from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.engine.io.events import Event
 from dgraph.engine.io.tickets import Ticket
-from dgraph.engine.submission import Submission
+from dgraph.engine.submission import RequestSpec
 from dgraph.errors import DgraphWarning, EngineBusy, InputError, UnknownName
 from dgraph.lowering.program import ProgramResult
 from dgraph.runtime import BlockSession
@@ -302,10 +302,10 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     served.engine.close()
 
 
-def several(events: queue.SimpleQueue[Event], count: int = 3, **more: Any) -> list[Submission]:
+def several(events: queue.SimpleQueue[Event], count: int = 3, **more: Any) -> list[RequestSpec]:
     """Requests that are given at once."""
     decoding = Decoding(max_new_tokens=2, ignore_eos=True)
-    return [Submission(prompt=[n + 1], decoding=decoding, sink=events.put, **more) for n in range(count)]
+    return [RequestSpec(prompt=[n + 1], decoding=decoding, sink=events.put, **more) for n in range(count)]
 
 
 def test_the_engine_goes_on_while_requests_are_checked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
