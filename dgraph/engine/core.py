@@ -9,7 +9,7 @@ from typing import Any
 
 from dgraph.engine.io.detokenizer import Writer
 from dgraph.engine.io.events import Draft, Event, Usage
-from dgraph.engine.io.tickets import Sink, Ticket, Totals
+from dgraph.engine.io.tickets import EngineRequest, Sink, Totals
 from dgraph.engine.io.timings import Served
 from dgraph.engine.memory.prefix_cache import PrefixCache
 from dgraph.engine.scheduling.demand import job_of
@@ -76,7 +76,7 @@ class Driver:
         self.session, self.shape, self.scheduler, self.clock = session, shape, scheduler, clock
         self.by_block, self.prefix, self.tokenizer, self._prepare = by_block, prefix, tokenizer, prepare
         self._prompt_rows = prompt_rows
-        self.tickets: dict[int, Ticket] = {}
+        self.tickets: dict[int, EngineRequest] = {}
         self.totals, self.stages = Totals(), StageCounts()
         self._batch: Batch | None = None
         self._decodings: list[Decoding] = []
@@ -103,7 +103,7 @@ class Driver:
         self._prepare([chosen])
         self.session.check(chosen, self.shape.block)
 
-    def fits(self, ticket: Ticket) -> None:
+    def fits(self, ticket: EngineRequest) -> None:
         """Raise `InputError` for a request that would never fit."""
         self.scheduler.check(self._job(ticket))
 
@@ -116,15 +116,15 @@ class Driver:
         draft: bool,
         priority: int,
         arrived: float | None = None,
-    ) -> Ticket:
+    ) -> EngineRequest:
         """Make a ticket of a request. arrived: seconds on the clock by which it is scheduled; None for now."""
         writer = Writer(self.tokenizer, request.decoding.stop, request.decoding.min_tokens)
         times = Served(self.clock() if arrived is None else arrived, math.nan, math.nan, math.nan, 0)
-        return Ticket(name, number, request, sink, writer, draft, priority, request, times)
+        return EngineRequest(name, number, request, sink, writer, draft, priority, request, times)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def take(self, ticket: Ticket) -> None:
+    def take(self, ticket: EngineRequest) -> None:
         """Queue a request that `fits`."""
         self.scheduler.submit(self._job(ticket), ticket.times.arrived)
         self.tickets[ticket.number] = ticket
@@ -200,7 +200,7 @@ class Driver:
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
-    def _admit(self, tickets: list[Ticket]) -> None:
+    def _admit(self, tickets: list[EngineRequest]) -> None:
         if not tickets:
             return
         self._refuse_unlike(tickets)
@@ -230,7 +230,7 @@ class Driver:
             if not ticket.said:
                 ticket.cached = batch.running[slot].prefilled
 
-    def _refuse_unlike(self, tickets: list[Ticket]) -> None:
+    def _refuse_unlike(self, tickets: list[EngineRequest]) -> None:
         """End requests whose rules cannot share the batch of the others, as with two statistics of one name."""
         if self._batch is not None and not self._batch.running and not self._batch.busy:
             self._decodings = []
@@ -285,7 +285,7 @@ class Driver:
                     assert victim is not None, "a request that runs is known to the scheduler"
                     self._give_way(batch, self.tickets[victim.job.id])
 
-    def _give_way(self, batch: Batch, ticket: Ticket) -> None:
+    def _give_way(self, batch: Batch, ticket: EngineRequest) -> None:
         """Take a request's pages; it comes back later and gives the same tokens."""
         self.totals.preempted += 1
         ticket.times.requeued += 1
@@ -305,12 +305,12 @@ class Driver:
         ticket.rows_before, ticket.rows = ticket.rows_before + ticket.rows, 0
         self.scheduler.requeue(ticket.number, self._job(ticket))
 
-    def _prompt(self, ticket: Ticket) -> list[int]:
+    def _prompt(self, ticket: EngineRequest) -> list[int]:
         """Tokens of a request that are prefilled."""
         request = ticket.going_on
         return request.known[: prefilled_positions(request, self.shape.block, self.session.spec)]
 
-    def _prefill(self, batch: Batch, members: Sequence[Ticket]) -> None:
+    def _prefill(self, batch: Batch, members: Sequence[EngineRequest]) -> None:
         """Encode the prompts that wait, with their first steps or in a forward of their own. Their first steps encode
         them if these fit into the rows that the other steps of the plan will probably leave. Else a forward runs a part
         of them, in the plan's order. It has those rows, and never too few to be worth a forward.
@@ -325,7 +325,7 @@ class Driver:
         if first_steps > left or not batch.mix(waiting):
             batch.prefill(min(self._prompt_rows, max(most // PROMPT_SHARE, left)), waiting)
 
-    def _keep(self, batch: Batch, tickets: Sequence[Ticket]) -> None:
+    def _keep(self, batch: Batch, tickets: Sequence[EngineRequest]) -> None:
         """Keep the encoded prompts of these requests for others; prompts with rows left to encode are passed over."""
         for ticket in tickets:
             one = batch.running[ticket.slot]
@@ -334,7 +334,7 @@ class Driver:
 
     # -- reports to the scheduler --------------------------------------------------------------------------------------
 
-    def _tell(self, plan: Plan, members: Sequence[Ticket], encoded: dict[int, int], report: Report) -> None:
+    def _tell(self, plan: Plan, members: Sequence[EngineRequest], encoded: dict[int, int], report: Report) -> None:
         """Tell the scheduler of the step before, whose results the report has; keep what is known of this one.
         encoded: rows of prompts, by slot: among those of the step, or of a forward before it.
         """
@@ -348,7 +348,7 @@ class Driver:
         counts = [(max(encoded[t.slot], int(rows[t.slot])), encoded[t.slot]) for t in members]
         self._told = _Told(plan.iteration, [(t.number, t.slot, *each) for t, each in zip(members, counts, strict=True)])
 
-    def _facts(self, ticket: Ticket, report: Report, took: int, prompt: int) -> Facts:
+    def _facts(self, ticket: EngineRequest, report: Report, took: int, prompt: int) -> Facts:
         slot, block = ticket.slot, self.shape.block
         assert self._batch is not None
         left, end = self._batch.running[slot].left, ticket.going_on.end
@@ -362,7 +362,7 @@ class Driver:
         refresh = left > 0 if job.chunk else wanted > job.reuse_rows
         return Facts(took, max(left, wanted), refresh, masks, max(0, -(-(end - start) // block) - 1), left, prompt)
 
-    def _job(self, ticket: Ticket) -> Job:
+    def _job(self, ticket: EngineRequest) -> Job:
         request, kv = ticket.going_on, self.session.kv
         session, block = self.session, self.shape.block
         absent = 0
@@ -397,7 +397,7 @@ class Driver:
 
     # -- reports to callers --------------------------------------------------------------------------------------------
 
-    def _hear(self, ticket: Ticket, report: Report) -> None:
+    def _hear(self, ticket: EngineRequest, report: Report) -> None:
         """Pass on the tokens of one request that have become final."""
         slot, request = ticket.slot, ticket.request
         ticket.rows = int(report.kept_rows[slot])
@@ -420,7 +420,7 @@ class Driver:
         elif (final := ticket.writer.final) > ticket.told or text or draft is not None:
             ticket.sink(self._event(ticket, text, final, draft))
 
-    def _draft(self, ticket: Ticket, report: Report) -> Draft | None:
+    def _draft(self, ticket: EngineRequest, report: Report) -> Draft | None:
         """The block as a step left it; None if the request wants no drafts, or has been told of that step."""
         slot, request, step = ticket.slot, ticket.request, int(report.counter[ticket.slot])
         if not ticket.draft or step <= ticket.drafted:
@@ -437,7 +437,7 @@ class Driver:
         filled = len(request.ids) % block if self.session.spec.aligned else 0
         return min(block - filled, request.decoding.max_new_tokens)
 
-    def _event(self, ticket: Ticket, text: str, final: int, draft: Draft | None = None) -> Event:
+    def _event(self, ticket: EngineRequest, text: str, final: int, draft: Draft | None = None) -> Event:
         """Event with a text, and the tokens before `final` that were not told yet."""
         new = slice(ticket.told, final)
         ids, steps, sure = tuple(ticket.said[new]), tuple(ticket.steps[new]), tuple(ticket.confidence[new])
@@ -448,7 +448,7 @@ class Driver:
 
     def _end(
         self,
-        ticket: Ticket,
+        ticket: EngineRequest,
         reason: str,
         text: str = "",
         error: Exception | None = None,
@@ -471,7 +471,7 @@ class Driver:
         self._last(ticket, "stop" if ticket.writer.stopped else reason, text, None, draft)
 
     def _last(
-        self, ticket: Ticket, reason: str, text: str, error: Exception | None, draft: Draft | None = None
+        self, ticket: EngineRequest, reason: str, text: str, error: Exception | None, draft: Draft | None = None
     ) -> None:
         """Tell the end of a request, and count it."""
         del self.tickets[ticket.number]

@@ -19,7 +19,7 @@ from dgraph.engine.io.event_loop import Mailbox, weakly
 from dgraph.engine.io.events import Event, Response, into, next_end
 from dgraph.engine.io.label_questions import Answer, Questions
 from dgraph.engine.io.sinks import GuardedSink
-from dgraph.engine.io.tickets import Sink, Ticket
+from dgraph.engine.io.tickets import EngineRequest, Sink
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import RequestSpec
 from dgraph.engine.thread import EngineClosed, Loop
@@ -142,14 +142,14 @@ class Engine:
         Raises what `submit_all` and `read` do.
         """
 
-        def checked() -> tuple[Sequence[RequestSpec], list[Ticket]]:
+        def checked() -> tuple[Sequence[RequestSpec], list[EngineRequest]]:
             several = read()
             return several, [self._ticket(one) for one in several]
 
         self._check_room(1)
         return self._queue(*await asyncio.to_thread(checked))
 
-    def _ticket(self, one: RequestSpec) -> Ticket:
+    def _ticket(self, one: RequestSpec) -> EngineRequest:
         """Make a ticket, without an id, of a request that can be served; raise what `submit` does for one that cannot.
         Checking many takes its time, so the lock is not held here.
         """
@@ -159,7 +159,7 @@ class Engine:
         self._driver.fits(ticket)
         return ticket
 
-    def _queue(self, several: Sequence[RequestSpec], tickets: Sequence[Ticket]) -> list[str]:
+    def _queue(self, several: Sequence[RequestSpec], tickets: Sequence[EngineRequest]) -> list[str]:
         """Give requests their ids, and pass them to the engine, all or none."""
         with self._wake:
             self._check_room(len(tickets))

@@ -19,7 +19,7 @@ import torch
 from dgraph.engine.core import Driver
 from dgraph.engine.io.events import Event
 from dgraph.engine.io.label_questions import Questions
-from dgraph.engine.io.tickets import Ticket
+from dgraph.engine.io.tickets import EngineRequest
 from dgraph.errors import DgraphError, RankLost
 from dgraph.ranks.groups import Group
 from dgraph.runtime.loop.label_scoring import Question
@@ -85,7 +85,7 @@ class Loop:
         self._driver, self._questions, self._occupied = driver, questions, occupied
         self.ranks: Group = driver.session.ranks
         self.wake = threading.Condition()
-        self.inbox: list[Ticket] = []
+        self.inbox: list[EngineRequest] = []
         self.cancelled: list[int] = []
         self.closing = self.aborting = False
         self.dead: Exception | None = None

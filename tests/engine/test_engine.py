@@ -16,7 +16,7 @@ from torch import Tensor
 from dgraph.engine.build import EngineSettings, build_engine
 from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.engine.io.events import Event
-from dgraph.engine.io.tickets import Ticket
+from dgraph.engine.io.tickets import EngineRequest
 from dgraph.engine.submission import RequestSpec
 from dgraph.errors import DgraphWarning, EngineBusy, InputError, UnknownName
 from dgraph.lowering.program import ProgramResult
@@ -312,7 +312,7 @@ def test_the_engine_goes_on_while_requests_are_checked(served: Served, monkeypat
     events, fits = queue.SimpleQueue[Event](), served.engine._driver.fits
     checking, ended = threading.Event(), threading.Event()
 
-    def patient(ticket: Ticket) -> None:
+    def patient(ticket: EngineRequest) -> None:
         checking.set()
         assert ended.wait(WAIT)
         fits(ticket)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from dgraph.engine.engine import EngineClosed
-from dgraph.engine.io.tickets import Ticket
+from dgraph.engine.io.tickets import EngineRequest
 from dgraph.errors import InputError
 from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.serve.host import Host, address, bind
@@ -88,7 +88,7 @@ def test_choices_hold_nobody_up_while_they_are_checked(
 ) -> None:
     fits, checking, ended = held.engine._driver.fits, threading.Event(), threading.Event()
 
-    def patient(ticket: Ticket) -> None:
+    def patient(ticket: EngineRequest) -> None:
         checking.set()
         assert ended.wait(WAIT)
         fits(ticket)

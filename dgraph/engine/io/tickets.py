@@ -14,7 +14,7 @@ Sink = Callable[[Event], None]
 
 
 @dataclass(eq=False)
-class Ticket:
+class EngineRequest:
     """A request that the engine has taken.
 
     Attributes:
