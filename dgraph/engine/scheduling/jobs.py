@@ -152,7 +152,7 @@ class Facts(NamedTuple):
     prompt: int = 0
 
 
-class Running:
+class RequestProgress:
     """A request in a slot: its last known state, and the probable needs of its next steps.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, Plan, Running
+from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, Plan, RequestProgress
 from dgraph.engine.scheduling.schedulers import SchedulingStrategy, View, scheduler_of
 from dgraph.errors import EngineBusy, InputError
 
@@ -81,7 +81,7 @@ class Scheduler:
         self.budgets, self.queue, self.ageing = budgets, queue, ageing
         chosen = scheduler_of(scheduler)
         self.strategy = chosen if costs is None else chosen.measured(costs, budgets.rows)
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, RequestProgress] = {}
         self.counters = Counters()
         self._waiting: dict[int, Job] = {}
         self._heap: list[tuple[float, int]] = []
@@ -179,7 +179,7 @@ class Scheduler:
             self.counters.finished += 1
             self._ends.append(self._now)
 
-    def victim(self) -> Running | None:
+    def victim(self) -> RequestProgress | None:
         """The running request that gives way when pages run out: the last one by order of the queue."""
         return max(self.running.values(), key=lambda r: r.key, default=None)
 
@@ -259,24 +259,24 @@ class Scheduler:
         """Tokens that a request commits per step, of all requests so far; 1 before the first."""
         return self.counters.committed / self.counters.steps if self.counters.committed else 1.0
 
-    def _left_out(self, running: list[Running], needs: list[int], order: list[Running]) -> None:
+    def _left_out(self, running: list[RequestProgress], needs: list[int], order: list[RequestProgress]) -> None:
         chosen = {r.job.id for r in order}
         for r, need in zip(running, needs, strict=True):
             if need and r.job.id not in chosen:
                 r.skipped += 1
                 self.counters.skipped = max(self.counters.skipped, r.skipped)
 
-    def _start(self, iteration: int) -> Running:
+    def _start(self, iteration: int) -> RequestProgress:
         """Give the head of the queue a slot."""
         key = heapq.heappop(self._heap)
         job = self._waiting.pop(key[1])
         id = job.id
-        running = self.running[id] = Running(job, heapq.heappop(self._slots), key, iteration, self.pace)
+        running = self.running[id] = RequestProgress(job, heapq.heappop(self._slots), key, iteration, self.pace)
         self._growing += job.pages_first < job.pages_life
         self.counters.admitted += 1
         return running
 
-    def _retire(self, id: int) -> Running | None:
+    def _retire(self, id: int) -> RequestProgress | None:
         running = self.running.pop(id, None)
         if running is not None:
             heapq.heappush(self._slots, running.slot)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Budgets, Job, Running
+from dgraph.engine.scheduling.jobs import Budgets, Job, RequestProgress
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class View:
     """
 
     budgets: Budgets
-    running: list[Running]
+    running: list[RequestProgress]
     needs: list[int]
     before: int
     waiting: int
@@ -33,7 +33,7 @@ class View:
     rows: int
     _foreseen: list[int] = field(default_factory=list)
 
-    def admit(self, running: Running) -> None:
+    def admit(self, running: RequestProgress) -> None:
         """Count the head of the queue among those that run."""
         self.running.append(running)
         self.needs.append(running.rows)
@@ -56,11 +56,11 @@ class View:
         if job is None:
             return self._foreseen
         rows = list(self._foreseen)
-        _add(rows, Running(job, -1, (0.0, job.id), 0, self.pace))
+        _add(rows, RequestProgress(job, -1, (0.0, job.id), 0, self.pace))
         return rows
 
 
-def _add(foreseen: list[int], running: Running) -> None:
+def _add(foreseen: list[int], running: RequestProgress) -> None:
     """Add the expected rows of a request, from the step that is planned on."""
     job = running.job
     end = min(running.left - running.ahead, len(foreseen))
@@ -94,7 +94,7 @@ class SchedulingStrategy(ABC):
         """Adapt this strategy to a device whose step times are known, up to `rows` rows."""
         return self
 
-    def order(self, view: View) -> list[Running]:
+    def order(self, view: View) -> list[RequestProgress]:
         """Requests that take part in this step, in the order in which rows are given out."""
         return view.running
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Job, Running
+from dgraph.engine.scheduling.jobs import Job, RequestProgress
 from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 from dgraph.errors import InputError
 
@@ -73,6 +73,6 @@ class LookAhead(SchedulingStrategy):
                 return False
         return True
 
-    def order(self, view: View) -> list[Running]:
+    def order(self, view: View) -> list[RequestProgress]:
         patience = self.patience
         return sorted(view.running, key=lambda r: (-r.skipped if r.skipped >= patience else 0, r.key))

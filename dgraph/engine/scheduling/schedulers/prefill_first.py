@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dgraph.engine.scheduling.jobs import Job, Running
+from dgraph.engine.scheduling.jobs import Job, RequestProgress
 from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 
 
@@ -23,10 +23,10 @@ class PrefillFirst(SchedulingStrategy):
         first = sum(need for r, need in zip(view.running, view.needs, strict=True) if _starts(r))
         return first + first_step(job) <= view.budgets.rows
 
-    def order(self, view: View) -> list[Running]:
+    def order(self, view: View) -> list[RequestProgress]:
         return [r for r in view.running if _starts(r)] or view.running
 
 
-def _starts(running: Running) -> bool:
+def _starts(running: RequestProgress) -> bool:
     """True if its first step, or its prompt, is not planned to its end."""
     return running.prompt_left > 0 or (running.steps == 0 and running.ahead == 0)
