@@ -15,7 +15,7 @@ from typing import Any
 from dgraph.bench.arrivals import Request
 from dgraph.engine.io.timings import Served, Summary, summarise
 from dgraph.engine.scheduling.cost_model import LLADA_8B_H200, CostModel
-from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, grant
+from dgraph.engine.scheduling.jobs import Budgets, Facts, ScheduledRequest, grant
 from dgraph.engine.scheduling.scheduler import Counters, Scheduler
 from dgraph.engine.scheduling.schedulers import SchedulingStrategy
 from dgraph.errors import InputError
@@ -64,11 +64,11 @@ class Method:
         if not 0 < self.kept <= 1:
             raise InputError(f"kept must be a share in (0, 1], got {self.kept}.")
 
-    def job(self, request: Request, id: int) -> Job:
+    def job(self, request: Request, id: int) -> ScheduledRequest:
         """A request of a trace as the scheduler sees it."""
         block, length = self.block, request.prompt + request.new
         full = request.prompt // block * block
-        return Job(
+        return ScheduledRequest(
             id=id,
             prompt=request.prompt,
             new=request.new,
@@ -85,7 +85,7 @@ class Method:
             pages_life=self.pages(length),
         )
 
-    def keys(self, job: Job) -> int:
+    def keys(self, job: ScheduledRequest) -> int:
         """Keys that a step of a request reads at its start."""
         return job.prompt + job.block if self.causal else math.ceil((job.prompt + job.new) * self.kept)
 
@@ -135,7 +135,7 @@ class _Slot:
         "since",
     )
 
-    def __init__(self, job: Job, keys: int, seed: int):
+    def __init__(self, job: ScheduledRequest, keys: int, seed: int):
         self.job, self.pages, self.keys = job, job.pages_first, keys
         self.draw = random.Random(seed << 32 | job.id).random
         self.masks_left = min(job.block, job.new)
@@ -243,7 +243,7 @@ class Engine:
             self.served[id] = Served(request.arrival, math.nan, math.nan, math.nan, request.new)
             self._here += 1
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: ScheduledRequest) -> None:
         self.free -= job.pages_first
         self.slots[job.id] = _Slot(job, self.method.keys(job), self.seed)
         if math.isnan(self.served[job.id].admitted):

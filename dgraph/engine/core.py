@@ -13,7 +13,7 @@ from dgraph.engine.io.tickets import EngineRequest, Sink, Totals
 from dgraph.engine.io.timings import Served
 from dgraph.engine.memory.prefix_cache import PrefixCache
 from dgraph.engine.scheduling.demand import job_of
-from dgraph.engine.scheduling.jobs import Facts, Job, Plan
+from dgraph.engine.scheduling.jobs import Facts, Plan, ScheduledRequest
 from dgraph.engine.scheduling.scheduler import Scheduler
 from dgraph.errors import InputError, PoolFull
 from dgraph.runtime.checks import room_of
@@ -362,7 +362,7 @@ class Driver:
         refresh = left > 0 if job.chunk else wanted > job.reuse_rows
         return Facts(took, max(left, wanted), refresh, masks, max(0, -(-(end - start) // block) - 1), left, prompt)
 
-    def _job(self, ticket: EngineRequest) -> Job:
+    def _job(self, ticket: EngineRequest) -> ScheduledRequest:
         request, kv = ticket.going_on, self.session.kv
         session, block = self.session, self.shape.block
         absent = 0

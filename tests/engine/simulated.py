@@ -8,7 +8,7 @@ from typing import Any
 from dgraph.bench.arrivals import Request
 from dgraph.bench.simulate import Engine, Method
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Budgets, Facts, Job
+from dgraph.engine.scheduling.jobs import Budgets, Facts, ScheduledRequest
 from dgraph.engine.scheduling.scheduler import Scheduler
 from dgraph.engine.scheduling.schedulers import SchedulingStrategy
 
@@ -19,7 +19,7 @@ class Checked(Engine):
     """Asserts after every step what must hold under any scheduler; keeps the order of admission and who sat out."""
 
     def __init__(self, requests: Sequence[Request], scheduler: Scheduler, method: Method, **settings: Any):
-        self.admissions: list[Job] = []
+        self.admissions: list[ScheduledRequest] = []
         self.sat_out: dict[int, int] = {}
         self.longest = 0
         super().__init__(requests, scheduler, method, COSTS, **settings)
@@ -35,7 +35,7 @@ class Checked(Engine):
         assert set(slots) <= set(range(budgets.sequences))
         return going
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: ScheduledRequest) -> None:
         self.admissions.append(job)
         super()._begin(job)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dgraph.bench.arrivals import Request
 from dgraph.bench.simulate import Method
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, grant
+from dgraph.engine.scheduling.jobs import Budgets, Facts, ScheduledRequest, grant
 from dgraph.engine.scheduling.scheduler import Scheduler
 from dgraph.engine.scheduling.schedulers import SCHEDULERS, Fcfs, LookAhead
 from dgraph.errors import EngineBusy, InputError, UnknownName
@@ -22,9 +22,9 @@ BLOCK = 4
 NAMES = sorted(SCHEDULERS)
 
 
-def job(id: int = 0, rows: int = 20, **changes: int) -> Job:
+def job(id: int = 0, rows: int = 20, **changes: int) -> ScheduledRequest:
     values = {"prompt": rows - 8, "new": 8, "block": BLOCK, "refresh_rows": rows, "reuse_rows": BLOCK}
-    return Job(id=id, arrived=float(id), refresh_blocks="chunk" not in changes, **{**values, **changes})
+    return ScheduledRequest(id=id, arrived=float(id), refresh_blocks="chunk" not in changes, **{**values, **changes})
 
 
 def begun(count: int, budgets: Budgets, policy: str = "fcfs", **changes: int) -> Scheduler:

@@ -1,4 +1,4 @@
-"""Estimate what a request will need, from its model, plan and decoding: a `Job` for the scheduler."""
+"""Estimate what a request will need, from its model, plan and decoding: a `ScheduledRequest` for the scheduler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from dgraph.engine.scheduling.jobs import Job
+from dgraph.engine.scheduling.jobs import ScheduledRequest
 from dgraph.plans.regions import rows_of
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
@@ -28,8 +28,8 @@ def job_of(
     pages_first: int,
     pages_life: int,
     rings: tuple[int, ...] = (),
-) -> Job:
-    """The job of a request; see `Job` for the meaning of its numbers.
+) -> ScheduledRequest:
+    """The job of a request; see `ScheduledRequest` for the meaning of its numbers.
 
     Args:
         number: its id for the scheduler.
@@ -37,7 +37,7 @@ def job_of(
         spec: the model.
         block: columns of a block.
         plan: which rows a bidirectional model forwards.
-        arrived, priority, pages_first, pages_life, rings: as in `Job`.
+        arrived, priority, pages_first, pages_life, rings: as in `ScheduledRequest`.
     """
     prompt, new = len(request.ids), request.decoding.max_new_tokens
     rule = request.decoding.rule
@@ -55,14 +55,16 @@ def job_of(
     }
     if spec.attention == "block_causal":
         refresh = prefilled_positions(request, block, spec)
-        return Job(**common, refresh_rows=refresh, reuse_rows=step_rows(block, spec), chunk=block)  # type: ignore[arg-type]
+        return ScheduledRequest(**common, refresh_rows=refresh, reuse_rows=step_rows(block, spec), chunk=block)  # type: ignore[arg-type]
     assert plan is not None
     everything = prompt + new
     reuse = min(everything, _region_rows(plan, prompt, new, spec.logit_shift) or block + spec.logit_shift)
     blocks, every = _refreshes(plan)
     if reuse == everything:  # no step is larger than another
         blocks, every = False, 0
-    return Job(**common, refresh_rows=everything, reuse_rows=reuse, refresh_blocks=blocks, refresh_every=every)  # type: ignore[arg-type]
+    return ScheduledRequest(
+        **common, refresh_rows=everything, reuse_rows=reuse, refresh_blocks=blocks, refresh_every=every
+    )  # type: ignore[arg-type]
 
 
 def _region_rows(plan: RowPlan, prompt: int, new: int, shift: int) -> int | None:

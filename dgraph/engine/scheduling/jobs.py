@@ -64,7 +64,7 @@ class Budgets:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ScheduledRequest:
     """A request as the scheduler sees it: numbers of rows, tokens, pages and seconds.
 
     Attributes:
@@ -191,7 +191,7 @@ class RequestProgress:
         "steps",
     )
 
-    def __init__(self, job: Job, slot: int, key: tuple[float, int], admitted: int, pace: float):
+    def __init__(self, job: ScheduledRequest, slot: int, key: tuple[float, int], admitted: int, pace: float):
         self.job, self.slot, self.key, self.admitted = job, slot, key, admitted
         self.skipped = self.ahead = self.steps = self.committed = self.since = 0
         self.rows, self.refresh, self.ordinary = job.first_rows, job.refresh_rows > 0, job.reuse_rows
@@ -262,5 +262,5 @@ class Plan:
     """
 
     iteration: int
-    admit: tuple[Job, ...]
+    admit: tuple[ScheduledRequest, ...]
     order: tuple[int, ...]

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Budgets, Facts, Job, Plan, RequestProgress
+from dgraph.engine.scheduling.jobs import Budgets, Facts, Plan, RequestProgress, ScheduledRequest
 from dgraph.engine.scheduling.schedulers import SchedulingStrategy, View, scheduler_of
 from dgraph.errors import EngineBusy, InputError
 
@@ -83,7 +83,7 @@ class Scheduler:
         self.strategy = chosen if costs is None else chosen.measured(costs, budgets.rows)
         self.running: dict[int, RequestProgress] = {}
         self.counters = Counters()
-        self._waiting: dict[int, Job] = {}
+        self._waiting: dict[int, ScheduledRequest] = {}
         self._heap: list[tuple[float, int]] = []
         self._slots = list(range(budgets.sequences))
         self._growing = 0  # running requests that may still take pages
@@ -100,7 +100,7 @@ class Scheduler:
         """Share of the budget of rows that steps have used."""
         return self.counters.rows / max(1, self.counters.iterations * self.budgets.rows)
 
-    def submit(self, job: Job, now: float) -> None:
+    def submit(self, job: ScheduledRequest, now: float) -> None:
         """Queue a request; `check_queue` says before whether there is room for it.
 
         Raises:
@@ -136,7 +136,7 @@ class Scheduler:
                 f"{waiting} requests wait, of {self.queue} that may; try again in about {after:.1f} s.", after
             )
 
-    def check(self, job: Job) -> None:
+    def check(self, job: ScheduledRequest) -> None:
         """Raise `InputError` for a request that would never fit, or whose id is in use."""
         budgets = self.budgets
         if job.id in self.running or job.id in self._waiting:
@@ -183,7 +183,7 @@ class Scheduler:
         """The running request that gives way when pages run out: the last one by order of the queue."""
         return max(self.running.values(), key=lambda r: r.key, default=None)
 
-    def requeue(self, id: int, job: Job | None = None) -> None:
+    def requeue(self, id: int, job: ScheduledRequest | None = None) -> None:
         """Send a running request back to its place in the queue.
 
         Args:
@@ -204,7 +204,7 @@ class Scheduler:
         """Plan the next step from what is known.
 
         Args:
-            now: seconds, on the clock that `Job.arrived` is on.
+            now: seconds, on the clock that `ScheduledRequest.arrived` is on.
             free_pages: pages of the pool that no request holds.
             free_rings: pages of each ring that no request holds.
         """
@@ -283,14 +283,14 @@ class Scheduler:
             self._growing -= running.job.pages_first < running.job.pages_life
         return running
 
-    def _enqueue(self, job: Job) -> None:
+    def _enqueue(self, job: ScheduledRequest) -> None:
         self._waiting[job.id] = job
         heapq.heappush(self._heap, (job.arrived - job.priority * self.ageing, job.id))
         if len(self._heap) > 2 * len(self._waiting) + _WINDOW:  # most are of requests that were cancelled
             self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
             heapq.heapify(self._heap)
 
-    def _head(self) -> Job | None:
+    def _head(self) -> ScheduledRequest | None:
         """The request that is admitted next."""
         while self._heap:
             job = self._waiting.get(self._heap[0][1])

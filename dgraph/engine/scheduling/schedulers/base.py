@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Budgets, Job, RequestProgress
+from dgraph.engine.scheduling.jobs import Budgets, RequestProgress, ScheduledRequest
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class View:
         if self._foreseen:
             _add(self._foreseen, running)
 
-    def foreseen(self, horizon: int, job: Job | None = None) -> list[int]:
+    def foreseen(self, horizon: int, job: ScheduledRequest | None = None) -> list[int]:
         """Rows that cannot be cut, of this step and of those that follow it, `horizon` in all.
 
         Args:
@@ -87,7 +87,7 @@ class SchedulingStrategy(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def admits(self, job: Job, view: View) -> bool:
+    def admits(self, job: ScheduledRequest, view: View) -> bool:
         """True if a request starts in this step."""
 
     def measured(self, costs: CostModel, rows: int) -> SchedulingStrategy:
@@ -99,6 +99,6 @@ class SchedulingStrategy(ABC):
         return view.running
 
 
-def first_step(job: Job) -> int:
+def first_step(job: ScheduledRequest) -> int:
     """Rows that a request needs to start: those of its first step, or of the first chunk of its prompt."""
     return min(job.chunk, job.first_rows) or job.first_rows

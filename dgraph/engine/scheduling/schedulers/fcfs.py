@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dgraph.engine.scheduling.jobs import Job
+from dgraph.engine.scheduling.jobs import ScheduledRequest
 from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 
 
@@ -22,5 +22,5 @@ class Fcfs(SchedulingStrategy):
 
     name = "fcfs"
 
-    def admits(self, job: Job, view: View) -> bool:
+    def admits(self, job: ScheduledRequest, view: View) -> bool:
         return view.rows + first_step(job) <= view.budgets.rows

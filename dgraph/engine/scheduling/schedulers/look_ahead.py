@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dgraph.engine.scheduling.cost_model import CostModel
-from dgraph.engine.scheduling.jobs import Job, RequestProgress
+from dgraph.engine.scheduling.jobs import RequestProgress, ScheduledRequest
 from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 from dgraph.errors import InputError
 
@@ -59,7 +59,7 @@ class LookAhead(SchedulingStrategy):
     def measured(self, costs: CostModel, rows: int) -> LookAhead:
         return replace(self, enough=costs.enough(rows)) if self.enough is None else self
 
-    def admits(self, job: Job, view: View) -> bool:
+    def admits(self, job: ScheduledRequest, view: View) -> bool:
         if view.rows + first_step(job) > view.budgets.rows:
             return False
         if self.enough is not None and len(view.running) >= 2 * view.waiting:

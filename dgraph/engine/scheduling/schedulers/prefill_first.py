@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dgraph.engine.scheduling.jobs import Job, RequestProgress
+from dgraph.engine.scheduling.jobs import RequestProgress, ScheduledRequest
 from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View, first_step
 
 
@@ -19,7 +19,7 @@ class PrefillFirst(SchedulingStrategy):
 
     name = "prefill_first"
 
-    def admits(self, job: Job, view: View) -> bool:
+    def admits(self, job: ScheduledRequest, view: View) -> bool:
         first = sum(need for r, need in zip(view.running, view.needs, strict=True) if _starts(r))
         return first + first_step(job) <= view.budgets.rows
 

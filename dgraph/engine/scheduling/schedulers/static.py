@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dgraph.engine.scheduling.jobs import Job
+from dgraph.engine.scheduling.jobs import ScheduledRequest
 from dgraph.engine.scheduling.schedulers.base import SchedulingStrategy, View
 
 
@@ -17,5 +17,5 @@ class Static(SchedulingStrategy):
 
     name = "static"
 
-    def admits(self, job: Job, view: View) -> bool:
+    def admits(self, job: ScheduledRequest, view: View) -> bool:
         return view.before == 0
