@@ -77,7 +77,7 @@ class Request:
 
 
 @dataclass
-class Running:
+class SlotState:
     """A request in its slot.
 
     Attributes:

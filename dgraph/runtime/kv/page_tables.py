@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgraph.runtime.graphs.upload import upload
 from dgraph.runtime.kv.store import KVStore
-from dgraph.runtime.requests import Running
+from dgraph.runtime.requests import SlotState
 
 
 class PageTables:
@@ -42,7 +42,7 @@ class PageTables:
         """The tables of one sequence of each slot, by name."""
         return {name: table[place] for name, table in self._tables.items()}
 
-    def write(self, running: Mapping[int, Running]) -> None:
+    def write(self, running: Mapping[int, SlotState]) -> None:
         """Write the pages of the slots that have others now. running: the request in each slot that has one."""
         if not self._stale:
             return

@@ -32,8 +32,8 @@ from dgraph.runtime.policies.mixture import Refusals, refusing
 from dgraph.runtime.requests import (
     Programs,
     Request,
-    Running,
     Shape,
+    SlotState,
     first_cached,
     first_positions,
     positions,
@@ -98,7 +98,7 @@ class Batch:
         self._refusals = Refusals()
         self.stats: GenerationStats | StageCounts = GenerationStats() if stats is None else stats
         self._make = advance
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, SlotState] = {}
         self.causal = spec.attention == "block_causal"
         if packed is not None:
             packed.widen(shape.slots)
@@ -146,7 +146,7 @@ class Batch:
             mine = handles[place :: len(requests)]
             shares = len(request.shared) * self.kv.page_size
             start = prompt if self.causal else len(request.ids)
-            self.running[slot] = Running(request, mine, prompt, shares, start=start, began=request.steps)
+            self.running[slot] = SlotState(request, mine, prompt, shares, start=start, began=request.steps)
         self._tables.changed(slots)
         if self.packed is not None:  # after `running` is set: if memory runs out, running requests are retired
             lengths = [(len(r.ids), r.decoding.max_new_tokens) for r in requests]
