@@ -21,7 +21,7 @@ from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.metrics import Metrics, Pace
 from dgraph.serve.protocol import OWN, ChatRequest, CompletionRequest, kind_of
 from dgraph.serve.refusal import Refusal
-from dgraph.serve.running import Running
+from dgraph.serve.running import HttpStream
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
 from dgraph.serve.streams import RefusalResponse, StreamResponse, WholeResponse
@@ -102,7 +102,7 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
         request: Request, name: str | None, translate: Callable[[ServedModel], Order], kind: type[Answer]
     ) -> Response:
         model = lifetime.model(name)
-        running, record, meter = Running(model), request.scope["record"], metrics.of(model.id)
+        running, record, meter = HttpStream(model), request.scope["record"], metrics.of(model.id)
         lifetime.enter(running)
         try:
             async with turns.of(record.size):

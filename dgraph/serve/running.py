@@ -23,7 +23,7 @@ BEHIND = 1024
 """Events that may wait for a client to read, beside those in the connection; a client further behind counts as gone."""
 
 
-class Running:
+class HttpStream:
     """The choices of a request in its engine.
 
     Attributes:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from dgraph.engine.io.events import Event
 from dgraph.serve.answers import Answer, to_json
 from dgraph.serve.refusal import Refusal
-from dgraph.serve.running import Running, failed
+from dgraph.serve.running import HttpStream, failed
 
 KEEP_ALIVE = b": still here\n\n"
 DONE = "data: [DONE]\n\n"
@@ -50,7 +50,7 @@ class RunningResponse(Response):
         keep_alive: seconds without an event after which a stream gets a comment.
     """
 
-    def __init__(self, running: Running, answer: Answer, seen: Seen, ended: Callable[[], None], keep_alive: float):
+    def __init__(self, running: HttpStream, answer: Answer, seen: Seen, ended: Callable[[], None], keep_alive: float):
         super().__init__()
         self._running, self._answer, self._seen, self._ended = running, answer, seen, ended
         self._keep_alive = keep_alive

@@ -21,7 +21,7 @@ from dgraph.serve import connections
 from dgraph.serve.connections import Crowd, raise_file_limit, room_for
 from dgraph.serve.host import bind
 from dgraph.serve.lifetime import Lifetime
-from dgraph.serve.running import BEHIND, Running
+from dgraph.serve.running import BEHIND, HttpStream
 from dgraph.serve.settings import ServeSettings
 from tests.serve.asking import complete, refused
 from tests.serve.live import WAIT, Held, taken, until
@@ -215,7 +215,7 @@ def test_who_reads_nothing_is_dropped() -> None:
 def test_a_client_that_is_far_behind_is_not_worked_for() -> None:
     cancelled: list[str] = []
     model: Any = SimpleNamespace(engine=SimpleNamespace(cancel=cancelled.append))
-    running = Running(model)
+    running = HttpStream(model)
     running.names = ["one"]
     put: Callable[[Any], None] = running._putting(0)
     for event in range(BEHIND + 10):
