@@ -13,7 +13,7 @@ from typing import Any
 from dgraph.engine.io.detokenizer import BROKEN
 from dgraph.engine.io.events import Event, Usage
 from dgraph.serve.served_model import ServedModel
-from dgraph.serve.translate import Order
+from dgraph.serve.translate import ParsedRequest
 
 LEAST = -9999.0
 """The logarithm that stands for a confidence of 0, since JSON has no infinity."""
@@ -75,7 +75,7 @@ class Answer:
     chunk_kind = ""
     prefix = ""
 
-    def __init__(self, model: ServedModel, order: Order):
+    def __init__(self, model: ServedModel, order: ParsedRequest):
         self.model, self.order = model, order
         self.id, self.created = f"{self.prefix}-{random.getrandbits(128):032x}", int(time.time())
         self.choices = [Choice(index) for index in range(len(order.prompts) * order.choices)]

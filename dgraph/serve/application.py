@@ -25,7 +25,7 @@ from dgraph.serve.running import HttpStream
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
 from dgraph.serve.streams import RefusalResponse, StreamResponse, WholeResponse
-from dgraph.serve.translate import Order, chat_order, completion_order
+from dgraph.serve.translate import ParsedRequest, parsed_chat, parsed_completion
 from dgraph.serve.turns import Turns
 from dgraph.viewer import FILES
 
@@ -99,7 +99,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
 
 def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics, turns: Turns) -> None:
     async def answer(
-        request: Request, name: str | None, translate: Callable[[ServedModel], Order], kind: type[Answer]
+        request: Request, name: str | None, translate: Callable[[ServedModel], ParsedRequest], kind: type[Answer]
     ) -> Response:
         model = lifetime.model(name)
         running, record, meter = HttpStream(model), request.scope["record"], metrics.of(model.id)
@@ -126,12 +126,12 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
     @app.post("/v1/completions", response_class=JSONResponse)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue texts or ids as they are."""
-        return await answer(request, body.model, lambda model: completion_order(body, model, settings), Completion)
+        return await answer(request, body.model, lambda model: parsed_completion(body, model, settings), Completion)
 
     @app.post("/v1/chat/completions", response_class=JSONResponse)
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Continue a conversation."""
-        return await answer(request, body.model, lambda model: chat_order(body, model, settings), Chat)
+        return await answer(request, body.model, lambda model: parsed_chat(body, model, settings), Chat)
 
 
 def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics, turns: Turns) -> None:
@@ -151,7 +151,7 @@ def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, me
             lifetime.leave(deciding)
 
 
-def _note(record: Record, model: ServedModel, order: Order, settings: ServeSettings) -> None:
+def _note(record: Record, model: ServedModel, order: ParsedRequest, settings: ServeSettings) -> None:
     """Add a request's model, stream flag, prompt tokens and, if set, prompts to its line of the log."""
     record.facts |= {"model": model.id, "stream": order.stream, "prompt_tokens": sum(map(len, order.prompts))}
     if settings.log_prompts:

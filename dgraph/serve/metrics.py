@@ -24,7 +24,7 @@ from dgraph.engine.io.timings import Served
 from dgraph.engine.stats import EngineStats
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.refusal import Refusal
-from dgraph.serve.translate import Order
+from dgraph.serve.translate import ParsedRequest
 
 LABELS = ("model_name", "engine")
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -136,7 +136,7 @@ class Meter:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds, _) in HISTOGRAMS.items()}
         self.refused: dict[str, int] = {}
 
-    def began(self, order: Order) -> None:
+    def began(self, order: ParsedRequest) -> None:
         """Record the parameters of a request that the engine took."""
         self.histograms["request_params_n"].add(order.choices)
         for decoding in order.decodings:

@@ -13,7 +13,7 @@ from dgraph.errors import EngineBusy, InputError, UnknownName
 from dgraph.serve.inbox import Inbox
 from dgraph.serve.refusal import Refusal, not_now, shut_down, unavailable
 from dgraph.serve.served_model import ServedModel
-from dgraph.serve.translate import Order, refused
+from dgraph.serve.translate import ParsedRequest, refused
 
 LOGGER = logging.getLogger("dgraph.serve")
 
@@ -35,7 +35,7 @@ class HttpStream:
         gone: True if the client has left.
     """
 
-    order: Order
+    order: ParsedRequest
 
     def __init__(self, model: ServedModel):
         self.model = model
@@ -45,7 +45,7 @@ class HttpStream:
         self.gone = False
         self._cancelled = False
 
-    async def begin(self, translate: Callable[[ServedModel], Order]) -> None:
+    async def begin(self, translate: Callable[[ServedModel], ParsedRequest]) -> None:
         """Read a request, and give all of its choices to the engine, or none.
 
         It is read and checked in a thread, as a long text takes its time.

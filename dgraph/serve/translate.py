@@ -30,7 +30,7 @@ RESERVED = frozenset(
 
 
 @dataclass(frozen=True)
-class Order:
+class ParsedRequest:
     """One request of a client as an engine takes it: every prompt `choices` times.
 
     Attributes:
@@ -61,7 +61,7 @@ class Order:
     logprobs: int | None
 
 
-def completion_order(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> Order:
+def parsed_completion(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> ParsedRequest:
     """The order of a completion; raises `Refusal`."""
     prompts, texts = _prompts(body, model, settings)
     if body.logprobs is not None:
@@ -73,7 +73,7 @@ def completion_order(body: CompletionRequest, model: ServedModel, settings: Serv
     return _order(body, model, settings, prompts, texts if body.echo else None, wanted, body.logprobs)
 
 
-def chat_order(body: ChatRequest, model: ServedModel, settings: ServeSettings) -> Order:
+def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServeSettings) -> ParsedRequest:
     """The order of a chat; raises `Refusal`."""
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
@@ -181,7 +181,7 @@ def _order(
     texts: list[str] | None,
     wanted: int,
     logprobs: int | None,
-) -> Order:
+) -> ParsedRequest:
     choices = body.n or 1
     if choices > settings.max_n:
         raise bad_field("n", f"n is at most {settings.max_n} here, got {choices}.")
@@ -194,7 +194,7 @@ def _order(
         _check_length(ids, wanted, where, model, settings)
     decoding = _decoding(body, settings, wanted)
     options = body.stream_options
-    return Order(
+    return ParsedRequest(
         prompts=prompts,
         where=where,
         decodings=[decoding] * len(prompts),

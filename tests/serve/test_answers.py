@@ -13,7 +13,7 @@ import dgraph
 from dgraph.serve.protocol import CompletionRequest
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServeSettings
-from dgraph.serve.translate import completion_order
+from dgraph.serve.translate import parsed_completion
 from tests.serve.asking import SORTED, WORDS, chat, chunks_of, complete, refused
 from tests.serve.live import Live
 
@@ -224,7 +224,7 @@ def test_what_a_server_decodes_by_unless_a_request_says_otherwise(live: Live) ->
     model = live.host.lifetime.models["tiny_sdar"]
 
     def decoding(**fields: Any) -> dgraph.Decoding:
-        return completion_order(CompletionRequest(prompt="a", **fields), model, usual).decodings[0]
+        return parsed_completion(CompletionRequest(prompt="a", **fields), model, usual).decodings[0]
 
     assert (decoding().steps, decoding().top_k, decoding().threshold) == (4, 5, None)
     assert (decoding(threshold=0.5).steps, decoding(threshold=0.5).top_k) == (None, 5)
