@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from dgraph.engine.core import Driver
+from dgraph.engine.core import EngineCore
 from dgraph.engine.engine import Engine
 from dgraph.engine.io.label_questions import Questions
 from dgraph.engine.memory.prefix_cache import PrefixCache
@@ -134,13 +134,13 @@ def build_engine(
     profiled: Callable[[int, int], Profile],
     scoring: Callable[[], Program],
 ) -> Engine:
-    """Build an engine over a session's programs and memory; see `build_driver` and `Engine`."""
-    driver = build_driver(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
+    """Build an engine over a session's programs and memory; see `build_core` and `Engine`."""
+    driver = build_core(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
     questions = Questions(lambda: Scorer(session.spec, scoring, driver.shape.block, session.device))
     return Engine(driver, questions, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
 
 
-def build_driver(
+def build_core(
     session: BlockSession,
     settings: EngineSettings,
     *,
@@ -148,14 +148,14 @@ def build_driver(
     prepare: Callable[[Sequence[Decoding]], None],
     profiled: Callable[[int, int], Profile],
     clock: Callable[[], float] = time.monotonic,
-) -> Driver:
+) -> EngineCore:
     """Build the driver of an engine, which runs without the engine's thread.
 
     Args:
         session: the programs and memory; no other caller may use it while the engine is open.
         settings: see `EngineSettings`.
         tokenizer: makes text of ids; None for no text.
-        prepare: see `Driver`; called with the decoding of most requests.
+        prepare: see `EngineCore`; called with the decoding of most requests.
         profiled: where the memory goes, for a number of rows and of sequences; asked on a GPU alone.
         clock: seconds.
 
@@ -213,7 +213,7 @@ def build_driver(
     session.kv.reserve(limit)
     if settings.record and session.pool is not None:
         session.record(shape, decoding, (kv_bytes or CPU_BYTES) - session.kv.pool_bytes(limit, rings))
-    return Driver(
+    return EngineCore(
         session,
         shape,
         scheduler,

@@ -42,7 +42,7 @@ rows takes as long as reading the weights does.
 """
 
 
-class Driver:
+class EngineCore:
     """Take requests through the slots of a batch, turn by turn.
 
     While a step runs on the device, a turn plans the next one from what is known. So facts are one step old where the

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from dgraph.engine.core import Driver
+from dgraph.engine.core import EngineCore
 from dgraph.engine.io.event_loop import Mailbox, weakly
 from dgraph.engine.io.events import Event, Response, into, next_end
 from dgraph.engine.io.label_questions import Answer, Questions
@@ -54,7 +54,7 @@ class Engine:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: EngineCore,
         questions: Questions,
         encode: Callable[[str], list[int]],
         occupied: Callable[[], AbstractContextManager[object]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dgraph.engine.core import Driver
+from dgraph.engine.core import EngineCore
 from dgraph.engine.io.tickets import Sink
 from dgraph.errors import InputError
 from dgraph.errors.former import former_names
@@ -33,7 +33,7 @@ class RequestSpec:
     index: int = 0
     number: int | None = None
 
-    def checked(self, driver: Driver, encode: Callable[[str], list[int]]) -> Request:
+    def checked(self, driver: EngineCore, encode: Callable[[str], list[int]]) -> Request:
         """Check the submission and make its request; compile what that needs, unless that was done.
 
         Args:

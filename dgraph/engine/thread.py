@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dgraph.engine.core import Driver
+from dgraph.engine.core import EngineCore
 from dgraph.engine.io.events import Event
 from dgraph.engine.io.label_questions import Questions
 from dgraph.engine.io.tickets import EngineRequest
@@ -38,7 +38,7 @@ class EngineClosed(DgraphError):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, as rank 0 tells of it: the arguments of `Driver.ticket`, but for the sink."""
+    """A request, as rank 0 tells of it: the arguments of `EngineCore.ticket`, but for the sink."""
 
     id: str
     number: int
@@ -81,7 +81,9 @@ class Loop:
         dead: the error that ended it, if one did.
     """
 
-    def __init__(self, driver: Driver, questions: Questions, occupied: Callable[[], AbstractContextManager[object]]):
+    def __init__(
+        self, driver: EngineCore, questions: Questions, occupied: Callable[[], AbstractContextManager[object]]
+    ):
         self._driver, self._questions, self._occupied = driver, questions, occupied
         self.ranks: Group = driver.session.ranks
         self.wake = threading.Condition()

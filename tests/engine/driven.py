@@ -13,8 +13,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from dgraph.engine.build import EngineSettings, build_driver
-from dgraph.engine.core import Driver
+from dgraph.engine.build import EngineSettings, build_core
+from dgraph.engine.core import EngineCore
 from dgraph.engine.io.events import Draft, Event
 from dgraph.engine.memory.profile import Profile
 from dgraph.engine.scheduling.schedulers import LookAhead
@@ -158,9 +158,9 @@ def driver_of(
     clock: Callable[[], float] = lambda: 0.0,
     prepare: Callable[[Sequence[Decoding]], None] = no_preparation,
     **settings: Any,
-) -> Driver:
+) -> EngineCore:
     chosen = EngineSettings(**settings)
-    return build_driver(session, chosen, tokenizer=Letters(), prepare=prepare, profiled=no_profile, clock=clock)
+    return build_core(session, chosen, tokenizer=Letters(), prepare=prepare, profiled=no_profile, clock=clock)
 
 
 class Turns:
