@@ -22,7 +22,7 @@ from dgraph.engine.io.sinks import GuardedSink
 from dgraph.engine.io.tickets import EngineRequest, Sink
 from dgraph.engine.stats import EngineStats
 from dgraph.engine.submission import RequestSpec
-from dgraph.engine.thread import EngineClosed, Loop
+from dgraph.engine.thread import EngineClosed, EngineThread
 from dgraph.errors import EngineBusy, InputError
 from dgraph.errors.former import former_attribute
 from dgraph.runtime.checks import canvases_of, listed
@@ -68,7 +68,7 @@ class Engine:
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
         self._ids: dict[str, int] = {}  # of requests that have not ended
         self._numbers = itertools.count()
-        self._loop = Loop(driver, questions, occupied)
+        self._loop = EngineThread(driver, questions, occupied)
         self._wake = self._loop.wake
         weakref.finalize(self, self._loop.leave).atexit = False  # a dropped engine can no longer be closed
 

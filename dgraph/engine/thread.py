@@ -65,7 +65,7 @@ class Intake:
     question: Question | None
 
 
-class Loop:
+class EngineThread:
     """Turns of a driver, until it is closed, in a thread of its own.
 
     Args:
