@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from dgraph.engine.core import EngineCore
-from dgraph.engine.io.event_loop import Mailbox, weakly
+from dgraph.engine.io.event_loop import EventLoopBridge, weakly
 from dgraph.engine.io.events import Event, Response, into, next_end
 from dgraph.engine.io.label_questions import Answer, Questions
 from dgraph.engine.io.sinks import GuardedSink
@@ -65,7 +65,9 @@ class Engine:
     ):
         self._driver, self._questions, self._encode = driver, questions, encode
         self.model, self.recipe, self.spec, self.tokenizer = model, recipe, driver.session.spec, tokenizer
-        self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = weakref.WeakKeyDictionary()
+        self._bridges: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopBridge] = (
+            weakref.WeakKeyDictionary()
+        )
         self._ids: dict[str, int] = {}  # of requests that have not ended
         self._numbers = itertools.count()
         self._loop = EngineThread(driver, questions, occupied)
@@ -200,12 +202,12 @@ class Engine:
         if event.finish_reason is None:
             self.cancel(event.request_id)
 
-    def mailbox(self) -> Mailbox:
-        """Mailbox of the running event loop: it makes sinks whose events arrive there."""
+    def event_loop_bridge(self) -> EventLoopBridge:
+        """EventLoopBridge of the running event loop: it makes sinks whose events arrive there."""
         loop = asyncio.get_running_loop()
-        if loop not in self._mailboxes:
-            self._mailboxes[loop] = Mailbox(loop, weakly(self._unheard))
-        return self._mailboxes[loop]
+        if loop not in self._bridges:
+            self._bridges[loop] = EventLoopBridge(loop, weakly(self._unheard))
+        return self._bridges[loop]
 
     async def stream(
         self,
@@ -227,7 +229,7 @@ class Engine:
         one = RequestSpec(
             prompt=prompt,
             decoding=Decoding.of(decoding, settings),
-            sink=self.mailbox().to(events.put_nowait),
+            sink=self.event_loop_bridge().to(events.put_nowait),
             canvas=canvas,
             request_id=request_id,
             priority=priority,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from dgraph.engine.engine import EngineClosed
-from dgraph.engine.io.event_loop import Mailbox
+from dgraph.engine.io.event_loop import EventLoopBridge
 from dgraph.engine.io.events import Event
 from dgraph.engine.submission import RequestSpec
 from dgraph.errors import EngineBusy, InputError, UnknownName
@@ -53,12 +53,12 @@ class HttpStream:
         Raises:
             Refusal: it cannot be served, or the engine is busy or closed.
         """
-        mailbox = self.model.engine.mailbox()
+        event_loop_bridge = self.model.engine.event_loop_bridge()
 
         def read() -> list[RequestSpec]:
             self.order = translate(self.model)
             self.left = len(self.order.prompts) * self.order.choices
-            return self._request_specs(mailbox)
+            return self._request_specs(event_loop_bridge)
 
         try:
             self.names = await self.model.engine.submit_async(read)
@@ -69,13 +69,13 @@ class HttpStream:
         if self._cancelled:  # while the request was read
             self.cancel()
 
-    def _request_specs(self, mailbox: Mailbox) -> list[RequestSpec]:
+    def _request_specs(self, event_loop_bridge: EventLoopBridge) -> list[RequestSpec]:
         order = self.order
         return [
             RequestSpec(
                 prompt=order.prompts[index // order.choices],
                 decoding=order.decodings[index // order.choices],
-                sink=mailbox.to(self._putting(index)),
+                sink=event_loop_bridge.to(self._putting(index)),
                 canvas=order.canvas,
                 index=index,
                 number=index // order.choices,

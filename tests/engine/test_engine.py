@@ -468,7 +468,7 @@ def test_leaving_a_stream_that_has_ended_leaves_the_next_one_of_its_id_alone(ser
                 await asyncio.sleep(0.001)
         served.hold()
         events: asyncio.Queue[Event] = asyncio.Queue()
-        sink = served.engine.mailbox().to(events.put_nowait)
+        sink = served.engine.event_loop_bridge().to(events.put_nowait)
         served.engine.submit([1, 2], request_id="a", sink=sink, max_new_tokens=9, ignore_eos=True)
         await first.aclose()
         served.gate.open.set()

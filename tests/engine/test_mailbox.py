@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
-from dgraph.engine.io.event_loop import Mailbox
+from dgraph.engine.io.event_loop import EventLoopBridge
 from dgraph.engine.io.events import Event, Usage
 
 
@@ -20,7 +20,7 @@ def test_events_of_many_requests_arrive_in_order_and_wake_the_loop_once() -> Non
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        box = Mailbox(loop, lambda event: None)
+        box = EventLoopBridge(loop, lambda event: None)
         sinks = {name: box.to(events.append) for name, events in got.items()}
         wake = loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *args: (woken.append(args), wake(*args))[1]  # type: ignore[method-assign]
@@ -46,7 +46,7 @@ def test_events_of_many_requests_arrive_in_order_and_wake_the_loop_once() -> Non
 def test_a_loop_that_is_closed_gets_nothing_and_its_requests_are_lost() -> None:
     lost: list[Event] = []
     loop = asyncio.new_event_loop()
-    sink = Mailbox(loop, lost.append).to(lambda event: None)
+    sink = EventLoopBridge(loop, lost.append).to(lambda event: None)
     sink(event("early"))  # the loop is closed before its next turn
     loop.close()
     late = event("late")

@@ -14,8 +14,8 @@ Put = Callable[[Event], None]
 """Takes an event in the thread of its event loop; it must return at once and not raise."""
 
 
-class Mailbox:
-    """Mailbox of one event loop, which is woken once for all events of a step, of however many requests.
+class EventLoopBridge:
+    """EventLoopBridge of one event loop, which is woken once for all events of a step, of however many requests.
 
     Args:
         loop: the event loop; the events go to its thread.
