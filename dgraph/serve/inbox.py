@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Inbox(Generic[T]):
+class EventQueue(Generic[T]):
     """Queue for one reader, which takes all items at a time. Used only in the thread of one event loop."""
 
     def __init__(self) -> None:

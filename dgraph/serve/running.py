@@ -10,7 +10,7 @@ from dgraph.engine.io.event_loop import EventLoopBridge
 from dgraph.engine.io.events import Event
 from dgraph.engine.submission import RequestSpec
 from dgraph.errors import EngineBusy, InputError, UnknownName
-from dgraph.serve.inbox import Inbox
+from dgraph.serve.inbox import EventQueue
 from dgraph.serve.refusal import Refusal, not_now, shut_down, unavailable
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import ParsedRequest, refused
@@ -39,7 +39,7 @@ class HttpStream:
 
     def __init__(self, model: ServedModel):
         self.model = model
-        self.inbox: Inbox[Arrival] = Inbox()
+        self.events: EventQueue[Arrival] = EventQueue()
         self.names: list[str] = []
         self.left = 0
         self.gone = False
@@ -86,8 +86,8 @@ class HttpStream:
 
     def _putting(self, index: int) -> Callable[[Event], None]:
         def put(event: Event) -> None:
-            if len(self.inbox) < BEHIND:
-                self.inbox.put((index, event))
+            if len(self.events) < BEHIND:
+                self.events.put((index, event))
             elif not self.gone:
                 self.leave()
 
@@ -97,7 +97,7 @@ class HttpStream:
         """Note that the client is gone, cancel its choices and wake the reader."""
         self.gone = True
         self.cancel()
-        self.inbox.put(None)
+        self.events.put(None)
 
     def cancel(self) -> None:
         """End all choices that have not ended, before the engine's next step."""

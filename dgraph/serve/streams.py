@@ -80,7 +80,7 @@ class WholeResponse(RunningResponse):
     async def _answer_with(self, scope: Scope, receive: Receive, send: Send) -> None:
         running, answer = self._running, self._answer
         while running.left and not running.gone:
-            for arrival in await running.inbox.take():
+            for arrival in await running.events.take():
                 if arrival is None:
                     continue
                 index, event = arrival
@@ -107,13 +107,13 @@ class StreamResponse(RunningResponse):
 
         def tick() -> None:
             nonlocal timer
-            running.inbox.put(None)
+            running.events.put(None)
             timer = loop.call_later(self._keep_alive, tick)
 
         timer = loop.call_later(self._keep_alive, tick)
         try:
             while running.left and not running.gone:
-                data = "".join(self._told(arrival) for arrival in await running.inbox.take() if arrival is not None)
+                data = "".join(self._told(arrival) for arrival in await running.events.take() if arrival is not None)
                 if data or loop.time() - sent >= 0.9 * self._keep_alive:
                     await send(part(data.encode() or KEEP_ALIVE))
                     sent = loop.time()

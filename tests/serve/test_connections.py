@@ -220,7 +220,7 @@ def test_a_client_that_is_far_behind_is_not_worked_for() -> None:
     put: Callable[[Any], None] = running._putting(0)
     for event in range(BEHIND + 10):
         put(event)
-    assert len(running.inbox) == BEHIND + 1, "the last says that it has left"
+    assert len(running.events) == BEHIND + 1, "the last says that it has left"
     assert (running.gone, cancelled) == (True, ["one"])
 
 
