@@ -84,9 +84,9 @@ def agreed(value: T) -> T:
     if group is None:
         return value
     if group.rank:
-        heard: T = group.hear()
+        heard: T = group.receive()
         return heard
-    group.tell(value)
+    group.broadcast(value)
     return value
 
 

@@ -134,7 +134,7 @@ class EngineThread:
         with self._occupied():  # until every page is back
             cause: BaseException = EngineClosed("the engine was closed before the request had ended.")
             try:
-                while (intake := self._decided() if self.leads else self.ranks.hear()) is not None:
+                while (intake := self._decided() if self.leads else self.ranks.receive()) is not None:
                     self._carry_out(intake)
             except BaseException as error:
                 cause = error
@@ -157,12 +157,12 @@ class EngineThread:
         if self.aborting:
             self._questions.fail(EngineClosed("the engine was closed before the question was answered."))
         if over:
-            self.ranks.tell(None)
+            self.ranks.broadcast(None)
             return None
         known = (Arrival(t.id, t.number, t.request, t.draft, t.priority, t.times.arrived) for t in arrived)
         alone = self.ranks.world == 1
         intake = Intake(driver.clock(), () if alone else tuple(known), cancelled, self._questions.take())
-        self.ranks.tell(intake)
+        self.ranks.broadcast(intake)
         return intake
 
     def _carry_out(self, intake: Intake) -> None:

@@ -130,13 +130,13 @@ class ProcessGroup:
 
     # -- hosts ---------------------------------------------------------------------------------------------------------
 
-    def tell(self, message: object) -> None:
+    def broadcast(self, message: object) -> None:
         """See `Group.tell`."""
-        self._star.tell(message)
+        self._star.broadcast(message)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """See `Group.hear`."""
-        return self._star.hear()
+        return self._star.receive()
 
     def exchange(self, value: object) -> list[Any]:
         """See `Group.exchange`."""

@@ -64,12 +64,12 @@ class Star:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def tell(self, message: object) -> None:
+    def broadcast(self, message: object) -> None:
         """Send a message from rank 0 to all others, without waiting for them."""
         self.check()
         self._send_all("tell", message)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Wait for the next message of rank 0."""
         return self._take(self._heard, {0})
 

@@ -55,11 +55,11 @@ class Group(Protocol):
         """True if ranks compare their calls as they go, which is slow, to find the first difference."""
         ...
 
-    def tell(self, message: object) -> None:
+    def broadcast(self, message: object) -> None:
         """Send a message of rank 0 to all others, without waiting for them."""
         ...
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Wait for the next message of rank 0 and return it; called by the other ranks."""
         ...
 
@@ -156,10 +156,10 @@ class Alone:
         """[1, *x.shape]"""
         return x.clone()[None]
 
-    def tell(self, message: object) -> None:
+    def broadcast(self, message: object) -> None:
         """Send nothing: there is no other rank."""
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Raise `InputError`: rank 0 decides and receives no message."""
         raise InputError("rank 0 broadcasts to the other ranks and receives no message.")
 

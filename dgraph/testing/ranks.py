@@ -84,14 +84,14 @@ class _Meeting:
             self._take_turn(rank)
             return self._result
 
-    def tell(self, message: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         """Send a message from rank 0 to all others."""
         with self._changed:
             for told in self._told[1:]:
                 told.append(message)
             self._changed.notify_all()
 
-    def hear(self, rank: int) -> Any:
+    def receive(self, rank: int) -> Any:
         """Wait for the next message to the rank."""
         told = self._told[rank]
         with self._changed:
@@ -165,13 +165,13 @@ class ThreadGroup:
         """The objects that all ranks give, in order of ranks; the ranks share them."""
         return list(self._meeting.meet(self.rank, "exchange", value, list))
 
-    def tell(self, message: object) -> None:
+    def broadcast(self, message: object) -> None:
         """Send a message to all other ranks."""
-        self._meeting.tell(message)
+        self._meeting.broadcast(message)
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Wait for the next message of rank 0."""
-        return self._meeting.hear(self.rank)
+        return self._meeting.receive(self.rank)
 
     def check(self) -> None:
         """Raise `RankEnded` if a rank has failed."""

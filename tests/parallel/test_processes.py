@@ -22,9 +22,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.int64):
 assert group.all_reduce(torch.zeros(0, 3)).shape == (0, 3)
 assert group.exchange(group.rank) == [0, 1]
 if group.rank == 0:
-    group.tell({"some": "thing"})
+    group.broadcast({"some": "thing"})
 else:
-    assert group.hear() == {"some": "thing"}
+    assert group.receive() == {"some": "thing"}
 print("well", flush=True)
 """
 
