@@ -164,10 +164,10 @@ class EngineCore:
         encoded = {slot: rows - batch.running[slot].left for slot, rows in left.items()}
         self.totals.mixed_rows += sum(rows for slot, rows in encoded.items() if batch.running[slot].mixed)
         self._keep(batch, [ticket for ticket in members if encoded[ticket.slot]])
-        self._tell(plan, members, encoded, report)
+        self._update_scheduler(plan, members, encoded, report)
         return report
 
-    def follow(self, report: Report) -> None:
+    def apply_report(self, report: Report) -> None:
         """Pass on the contents of a report: tokens that are final, ends, and errors."""
         batch = self._batch
         assert batch is not None
@@ -183,7 +183,7 @@ class EngineCore:
                     self.prefix.forget(self._prompt(ticket))
                 self._end(ticket, "error", error=broken(ticket.request, int(report.start[slot])))
             else:
-                self._hear(ticket, report)
+                self._pass_on(ticket, report)
 
     def fail(self, error: Exception) -> None:
         """End every request with an error, whatever state the batch is in; then call `close`."""
@@ -334,7 +334,9 @@ class EngineCore:
 
     # -- reports to the scheduler --------------------------------------------------------------------------------------
 
-    def _tell(self, plan: Plan, members: Sequence[EngineRequest], encoded: dict[int, int], report: Report) -> None:
+    def _update_scheduler(
+        self, plan: Plan, members: Sequence[EngineRequest], encoded: dict[int, int], report: Report
+    ) -> None:
         """Tell the scheduler of the step before, whose results the report has; keep what is known of this one.
         encoded: rows of prompts, by slot: among those of the step, or of a forward before it.
         """
@@ -397,7 +399,7 @@ class EngineCore:
 
     # -- reports to callers --------------------------------------------------------------------------------------------
 
-    def _hear(self, ticket: EngineRequest, report: Report) -> None:
+    def _pass_on(self, ticket: EngineRequest, report: Report) -> None:
         """Pass on the tokens of one request that have become final."""
         slot, request = ticket.slot, ticket.request
         ticket.rows = int(report.kept_rows[slot])

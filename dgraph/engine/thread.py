@@ -176,7 +176,7 @@ class EngineThread:
         self.ranks.check()
         if report is not None:
             agree_on_step(self.ranks, self._turns, report, driver.stages.rows, driver.stages.padded)
-            driver.follow(report)
+            driver.apply_report(report)
         if intake.question is not None:
             self._questions.answer(intake.question)
 
