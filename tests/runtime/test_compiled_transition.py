@@ -22,7 +22,7 @@ from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.loop.batch_config import Rule
 from dgraph.runtime.loop.scripted_policy import BlockStep, Script
 from dgraph.runtime.loop.session import BlockSession
-from dgraph.runtime.loop.transition import HALVES, Advance, Half
+from dgraph.runtime.loop.transition import PARTS, StepTransition, TransitionPart
 from dgraph.runtime.policies import (
     POLICIES,
     PRESETS,
@@ -79,7 +79,7 @@ PLANS = {
 }
 
 
-def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
+def advance_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     """Two sequences of unequal lengths before their first step; some of the second's response is fixed."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 2, 9, *[MASK] * 9, 9, *[MASK] * 22]])
     which = torch.arange(2), torch.tensor([3, 5])
@@ -104,14 +104,14 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> Advance:
     heat, mixture = rule.pop("temperature", 0.0), Mixture.of([policy])
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
     say(state, mixture, [Request([1], decoding, index) for index in range(2)])
-    advance = Advance(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
+    advance = StepTransition(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
     if mixed:
         advance.mix([1], [4])
         advance.pack()
     return advance
 
 
-def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str, Tensor]:
+def outputs(advance: StepTransition, draw: torch.Generator, evicting: bool) -> dict[str, Tensor]:
     """What a program might say; with eviction, of the live rows all but every third, others in each step."""
     n, rows = advance.capacity, advance.rows
     count = int(rows.cu_rows[-1])
@@ -134,24 +134,24 @@ def outputs(advance: Advance, draw: torch.Generator, evicting: bool) -> dict[str
     return said
 
 
-def interpreted(advance: Advance, half: Half) -> Any:
+def interpreted(advance: StepTransition, half: TransitionPart) -> Any:
     """A half of the transition as traced, run op by op."""
     held = advance._held(half)
     traced = trace(advance._traceable(half, held), held)
     return traced.on(held, traced.source.module())
 
 
-def tensors_of(advance: Advance) -> list[Tensor]:
+def tensors_of(advance: StepTransition) -> list[Tensor]:
     """All that a step changes."""
-    return advance._held(HALVES[0])
+    return advance._held(PARTS[0])
 
 
-def same(one: Advance, other: Advance) -> bool:
+def same(one: StepTransition, other: StepTransition) -> bool:
     pairs = zip(tensors_of(one), tensors_of(other), strict=True)
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> None:
+def check_steps(plain: StepTransition, other: StepTransition, steps: int, evicting: bool) -> None:
     """Traced in its first step, `other` goes where `plain` goes."""
     draw = torch.Generator().manual_seed(3)
     runs: list[Any] = []
@@ -160,7 +160,7 @@ def check_steps(plain: Advance, other: Advance, steps: int, evicting: bool) -> N
         plain.take(said)
         plain.move()
         other.take(said)
-        runs = runs or [interpreted(other, half) for half in HALVES]
+        runs = runs or [interpreted(other, half) for half in PARTS]
         for run in runs:
             run()
         assert same(plain, other)
@@ -229,14 +229,14 @@ def test_every_setting_can_be_traced(rule: dict[str, Any]) -> None:
 def states(monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
     """Grows by all tensors of the transition after every step."""
     seen: list[list[Tensor]] = []
-    move = Advance.move
+    move = StepTransition.move
 
-    def watched(self: Advance, *args: Any, **options: Any) -> Any:
+    def watched(self: StepTransition, *args: Any, **options: Any) -> Any:
         found = move(self, *args, **options)
         seen.append([tensor.clone() for tensor in tensors_of(self)])
         return found
 
-    monkeypatch.setattr(Advance, "move", watched)
+    monkeypatch.setattr(StepTransition, "move", watched)
     return seen
 
 
@@ -300,7 +300,7 @@ class Waits(ConfidenceThreshold):
         return super().choose(candidates) & (candidates.confidence > min(0.0, candidates.confidence.max().item()))
 
 
-def captured(policy: Policy, compiler: TraceCompiler | None, steps: int = 4) -> Advance:
+def captured(policy: Policy, compiler: TraceCompiler | None, steps: int = 4) -> StepTransition:
     """After some steps, the later ones replayed from a capture."""
     advance = advance_of("step", policy)
     advance._pool, advance._compiler = GraphPool(recorder=Recorder), compiler
@@ -373,7 +373,7 @@ def test_a_policy_may_return_what_it_was_given() -> None:
     )
     mixture = Mixture.of([All(0.5)])
     say(state, mixture, [Request([1], Decoding(policy=All(0.5)))])
-    advance = Advance(Rule(mixture, "off", True, False, False), state, state.capacity)
+    advance = StepTransition(Rule(mixture, "off", True, False, False), state, state.capacity)
     masked = state.masked.clone()
     advance.take({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})
     advance.move()
@@ -391,7 +391,7 @@ def test_rules_differ_in_their_keys() -> None:
             advance = advance_of("step", ConfidenceThreshold(threshold), **rule)
             advance._compiler = compiler
             advance.take(outputs(advance, torch.Generator(), False))
-            advance._compiled(HALVES[0])
+            advance._compiled(PARTS[0])
     assert len(texts) == 3
 
 

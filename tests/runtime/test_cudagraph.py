@@ -308,7 +308,7 @@ def test_a_policy_that_reads_on_the_host_is_named(phases: tuple[dgraph.Model, di
         pass
 
     def capture(function: Callable[[], None]) -> Recorder:
-        if function.__qualname__.startswith("Advance"):
+        if function.__qualname__.startswith("StepTransition"):
             raise RuntimeError("operation not permitted when stream is capturing")
         return Recorder(function)
 

@@ -12,7 +12,7 @@ from dgraph.plans.schedules import Apart
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.batch_config import Rule
-from dgraph.runtime.loop.transition import Advance
+from dgraph.runtime.loop.transition import StepTransition
 from dgraph.runtime.policies import Mixture
 from dgraph.runtime.requests import Request
 from dgraph.runtime.state.bidirectional import BidirectionalState
@@ -24,7 +24,7 @@ MASK = 99
 PLAN = RowPlan(Response(), Apart(2, 3))
 
 
-def advance_of(kv: KVPlan | None) -> Advance:
+def advance_of(kv: KVPlan | None) -> StepTransition:
     """Two sequences before their first step; a step commits one position of each."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 8], [4, 5, 6, 7, 8, *[MASK] * 6]])
     state = BidirectionalState.begin(
@@ -45,7 +45,7 @@ def advance_of(kv: KVPlan | None) -> Advance:
     inputs = tuple(map(offered, ("input_ids", "full", "prompt_end", "step", *kept)))
     mixture = Mixture.of([ConfidenceThreshold(0.9)])
     say(state, mixture, [Request([1], Decoding())] * 2)
-    return Advance(Rule(mixture, "off", False, False, False, inputs), state, state.capacity)
+    return StepTransition(Rule(mixture, "off", False, False, False, inputs), state, state.capacity)
 
 
 def test_rows_adapt_where_their_sequence_reuses() -> None:

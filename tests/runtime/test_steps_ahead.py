@@ -22,7 +22,7 @@ from dgraph.recipes import RECIPES, build
 from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.loop.batch import FEW_STEPS, Batch
 from dgraph.runtime.loop.session import BlockSession
-from dgraph.runtime.loop.transition import Advance
+from dgraph.runtime.loop.transition import StepTransition
 from dgraph.runtime.policies import Candidates, ConfidenceThreshold, FixedSteps, Renoise, SubBlocks
 from tests.recipes.bidirectional import Setup, setup_of
 from tests.runtime.recorder import Recorder
@@ -48,7 +48,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool] | None]:
         return seen[-1]
 
     monkeypatch.setattr(Batch, "_foreseen", noted)
-    monkeypatch.setattr(Advance, "_capture", lambda self, pool: None)
+    monkeypatch.setattr(StepTransition, "_capture", lambda self, pool: None)
     return seen
 
 

@@ -26,7 +26,7 @@ from dgraph.runtime.kv.store import KVStore
 from dgraph.runtime.loop.batch_config import Rule
 from dgraph.runtime.loop.step_inputs import Moment, computed
 from dgraph.runtime.loop.step_report import Report, all_rows
-from dgraph.runtime.loop.transition import TWIN, Advance
+from dgraph.runtime.loop.transition import TWIN, StepTransition
 from dgraph.runtime.policies import Policy, row_of
 from dgraph.runtime.policies.mixture import Refusals, refusing
 from dgraph.runtime.requests import (
@@ -81,7 +81,7 @@ class Batch:
         rule: Rule,
         programs: Programs,
         shape: Shape,
-        advance: Callable[[Rule, DecodeState], Advance],
+        advance: Callable[[Rule, DecodeState], StepTransition],
         *,
         kv: KVStore,
         packed: PackedKV | None = None,

@@ -70,7 +70,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Half:
+class TransitionPart:
     """One of the two functions between forwards.
 
     Attributes:
@@ -80,11 +80,11 @@ class Half:
     """
 
     name: str
-    updates: Callable[[Advance], list[Assignment]]
+    updates: Callable[[StepTransition], list[Assignment]]
     reads_results: bool
 
 
-class Advance:
+class StepTransition:
     """State, rows and program inputs of b slots, and the transition from step to step.
 
     The order of a step: the program runs on `inputs`; `take` keeps its outputs; slots are written anew (`admit`,
@@ -146,7 +146,7 @@ class Advance:
             self.inputs[name][at] = spec.initial  # of any dtype, float8 among them
         self._write_fixed()
 
-    def adopt(self, other: Advance) -> None:
+    def adopt(self, other: StepTransition) -> None:
         """Take over the sequences of another transition of the same shape; they are packed later.
 
         Its policies must be the first ones of this transition's policies.
@@ -227,7 +227,7 @@ class Advance:
                 self._pool.use(held)
                 graph.replay()
                 return None
-        self._go(*(self._op_by_op(half) for half in HALVES))
+        self._go(*(self._op_by_op(half) for half in PARTS))
         return None
 
     def let_go(self) -> None:
@@ -250,7 +250,7 @@ class Advance:
         """Compile the transition for outputs of these types, unless that has been done before."""
         self.take(outputs)
         self._next()  # what policies make once, such as tables on the device, is no part of the transition
-        for half in HALVES:
+        for half in PARTS:
             self._compiled(half, ahead=True)
 
     def take(self, outputs: Mapping[str, Tensor]) -> None:
@@ -317,15 +317,15 @@ class Advance:
         self.report.post()
         packing()
 
-    def _op_by_op(self, half: Half) -> Callable[[], object]:
+    def _op_by_op(self, half: TransitionPart) -> Callable[[], object]:
         return lambda: _write(half.updates(self))
 
-    def _compiled(self, half: Half, ahead: bool = False) -> Callable[[], object] | None:
+    def _compiled(self, half: TransitionPart, ahead: bool = False) -> Callable[[], object] | None:
         """A half compiled for this batch's tensors; None if it runs op by op. ahead: compile it if necessary."""
         with noting_none() as refused:
             return None if self._compiler is None or refused else self._from(self._compiler, half, ahead)
 
-    def _from(self, compiler: TraceCompiler, half: Half, ahead: bool) -> Callable[[], object] | None:
+    def _from(self, compiler: TraceCompiler, half: TransitionPart, ahead: bool) -> Callable[[], object] | None:
         held = self._held(half)
         given = tuple((name, value.dtype) for name, value in self._given.items()) if half.reads_results else ()
         values = (getattr(self.state, field.name) for field in fields(self.state))
@@ -335,14 +335,14 @@ class Advance:
         name = f"the {half.name} between steps under policy {self.rule.policies}"
         return compiler.function(name, self._traceable(half, held), held, key, ahead)
 
-    def _held(self, half: Half) -> list[Tensor]:
+    def _held(self, half: TransitionPart) -> list[Tensor]:
         """Every tensor that a half may read or write, once."""
         everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values()]
         if half.reads_results:
             everything += [self.report.tensor, *self._given.values()]
         return list({id(tensor): tensor for tensor in everything}.values())
 
-    def _traceable(self, half: Half, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
+    def _traceable(self, half: TransitionPart, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
         """A half as a function of those tensors, which returns the numbers of those it updates and their new values."""
         numbers = {id(tensor): number for number, tensor in enumerate(held)}
 
@@ -366,11 +366,11 @@ class Advance:
     def _capture(self, pool: GraphPool) -> None:
         if self._graph is None and not pool.has_room("transition", self.capacity):
             return
-        before = [(tensor, tensor.clone()) for tensor in self._held(HALVES[0]) if tensor is not self.report.tensor]
+        before = [(tensor, tensor.clone()) for tensor in self._held(PARTS[0]) if tensor is not self.report.tensor]
         often = self._compiler is not None and self._steps >= self._compiler.often
-        compiled = [self._compiled(half, ahead=often) for half in HALVES]
+        compiled = [self._compiled(half, ahead=often) for half in PARTS]
         self._plain = None in compiled and not often
-        moving, packing = (found or self._op_by_op(half) for half, found in zip(HALVES, compiled, strict=True))
+        moving, packing = (found or self._op_by_op(half) for half, found in zip(PARTS, compiled, strict=True))
         try:
             with noting_none():
                 graph = pool.record(lambda: self._go(moving, packing), warm=False)
@@ -393,7 +393,10 @@ class Advance:
         self._graph = None
 
 
-HALVES = (Half("transition", lambda advance: advance._next()[0], True), Half("packing", Advance._packed, False))
+PARTS = (
+    TransitionPart("transition", lambda advance: advance._next()[0], True),
+    TransitionPart("packing", StepTransition._packed, False),
+)
 
 
 def _each(holder: Any, change: Callable[[Any], Any]) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.loop.batch_config import Rule
-from dgraph.runtime.loop.transition import Advance
+from dgraph.runtime.loop.transition import StepTransition
 from dgraph.runtime.state.base import DecodeState
 
 CANVAS_COLUMNS = 512
@@ -26,7 +26,7 @@ class Transitions:
 
     def __init__(self, pool: GraphPool | None, compiler: TraceCompiler | None):
         self._pool, self._compiler = pool, compiler
-        self._last: tuple[Hashable, Advance] | None = None
+        self._last: tuple[Hashable, StepTransition] | None = None
         self._columns = 0
 
     @property
@@ -43,16 +43,16 @@ class Transitions:
         if columns <= WARM_COLUMNS:
             self._columns = -(-columns // self.stride(block)) * self.stride(block)
 
-    def passing(self, rule: Rule, state: DecodeState) -> Advance:
+    def passing(self, rule: Rule, state: DecodeState) -> StepTransition:
         """The transition of a batch whose shape no other will have: nothing is captured."""
-        return Advance(rule, state, state.capacity)
+        return StepTransition(rule, state, state.capacity)
 
-    def lasting(self, rule: Rule, state: DecodeState) -> Advance:
+    def lasting(self, rule: Rule, state: DecodeState) -> StepTransition:
         """A captured transition for a batch of this shape with idle slots: that of the call before, if it fits."""
         key = (rule.key, state.block, state.most_rows, tuple(state.canvas.shape), tuple(state.wanted().shape))
         if self._last is None or self._last[0] != key:
             if self._last is not None:
                 self._last[1].let_go()
                 self._last = None  # frees its tensors before new ones are made
-            self._last = (key, Advance(rule, state, state.capacity, self._pool, self._compiler))
+            self._last = (key, StepTransition(rule, state, state.capacity, self._pool, self._compiler))
         return self._last[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from dgraph.errors import LoweringError
 from dgraph.ops.kv.row_slots import reference as row_slots
 from dgraph.ops.statistics import kept_rows, measure_rows
-from dgraph.runtime.loop.transition import FILLERS, Advance
+from dgraph.runtime.loop.transition import FILLERS, StepTransition
 from dgraph.runtime.policies import statistics_of
 from dgraph.runtime.sampling.sampler import LogitsDecoder, RowContext, Sampler
 from dgraph.spec import ModelSpec
@@ -37,7 +37,7 @@ class Decide:
 
     def __call__(
         self,
-        advance: Advance,
+        advance: StepTransition,
         samplers: Mapping[int, Sampler],
         outputs: Mapping[str, Tensor],
         unconditional: Tensor | None,
@@ -90,7 +90,7 @@ class Decide:
 
     def _decode(
         self,
-        advance: Advance,
+        advance: StepTransition,
         sampler: Sampler,
         entry: Tensor,
         row: Tensor,
