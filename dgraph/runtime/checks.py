@@ -16,7 +16,7 @@ from dgraph.plans.block_cache import BLOCK_CACHES
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.loop.step_inputs import OFFERS, declared
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS, declared
 from dgraph.runtime.policies import Policy, check_needs, statistics_of, traits_of
 from dgraph.runtime.requests import Canvas
 from dgraph.runtime.sampling.sampler import Sampler
@@ -80,13 +80,13 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
     """Check that the loop offers all inputs of the programs, or that they declare them as memory of their own.
 
     has: the subset of "plan", "kv", "hides" (a plan that hides rows) and "modes" that the session has; see
-    `Offer.needs`.
+    `StepInput.needs`.
 
     Raises:
         InputError: noise without select_noise, or a plan that hides rows from a program that does not read their slots.
         LoweringError: an input that is neither offered nor declared, or declared in another way than it is offered.
     """
-    offered = {name: offer for name, offer in OFFERS.items() if not offer.needs or offer.needs in has}
+    offered = {name: offer for name, offer in STEP_INPUTS.items() if not offer.needs or offer.needs in has}
     specs = declared({name: program.inputs for name, program in programs.items()})
     returned = frozenset().union(*(program.output_names for program in programs.values()))
     for name, program in programs.items():
@@ -110,12 +110,12 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
                 f"caches or states (see dgraph.types.shapes.InputSpec)."
             )
     for name, spec in specs.items():
-        if name in OFFERS and (spec.per, spec.dtype) != (OFFERS[name].per, OFFERS[name].dtype):
+        if name in STEP_INPUTS and (spec.per, spec.dtype) != (STEP_INPUTS[name].per, STEP_INPUTS[name].dtype):
             raise LoweringError(
                 f"the input {name!r} is declared as {spec.dtype} per {spec.per}; the decode loop offers it as "
-                f"{OFFERS[name].dtype} per {OFFERS[name].per}. Declare it so, or give yours another name."
+                f"{STEP_INPUTS[name].dtype} per {STEP_INPUTS[name].per}. Declare it so, or give yours another name."
             )
-        if name in OFFERS and spec.carried:
+        if name in STEP_INPUTS and spec.carried:
             raise LoweringError(
                 f"the state {name!r} has the name of an input that the decode loop computes; rename it."
             )

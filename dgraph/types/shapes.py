@@ -83,7 +83,7 @@ class InputSpec:
     resets it by this declaration alone.
 
     An input that the decode loop computes for each step is declared by name, dtype and shape; the names are those of
-    `dgraph.runtime.loop.step_inputs.OFFERS`. A pass that needs memory of its own declares
+    `dgraph.runtime.loop.step_inputs.STEP_INPUTS`. A pass that needs memory of its own declares
 
     - per position, a paged cache of any shape that its ops write in place, in each layer another one if it likes:
       `InputSpec("x_cache_3", torch.float32, ("pages", "page", 4, 64))`. Position p of sequence s lies at

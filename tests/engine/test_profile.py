@@ -26,7 +26,7 @@ from dgraph.lowering.footprint import HEAD, footprint
 from dgraph.lowering.tuning import Tuning
 from dgraph.plans.kv import KVPlan
 from dgraph.runtime.graphs.pool import GraphPool
-from dgraph.runtime.loop.step_inputs import OFFERS
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS
 from dgraph.testing.models import models
 from dgraph.testing.ranks import ranks
 from tests.amounts import first_cases
@@ -324,7 +324,7 @@ def test_a_recipe_that_keeps_all_logits_has_no_bound(dense: Optimized) -> None:
 
 
 def test_a_dummy_step_gives_what_the_decode_loop_offers() -> None:
-    assert _VALUES.keys() <= OFFERS.keys()
+    assert _VALUES.keys() <= STEP_INPUTS.keys()
     step = DummyStep(rows=10, width=4, length=12, page=8)
     assert (step.sequences, step.keys, step.pages) == (3, 36, 2)
     values = {name: value(step) for name, value in _VALUES.items()}

@@ -18,7 +18,7 @@ from torch import Tensor
 from dgraph.lowering.program import ProgramResult
 from dgraph.ops.attention.sparse import REUSE
 from dgraph.runtime import BlockSession
-from dgraph.runtime.loop.step_inputs import OFFERS
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS
 from dgraph.runtime.loop.step_report import Report
 from dgraph.runtime.state.base import DecodeState
 from dgraph.spec import ModelSpec
@@ -81,7 +81,7 @@ def offered(name: str) -> InputSpec:
     """An input of the decode loop, as a pass would declare it."""
     shapes: dict[str, tuple[int | str, ...]] = {"row": ("N",), "sequence": ("b",), "offsets": ("b+1",), "key": ("M",)}
     wide: dict[str, tuple[int | str, ...]] = {"page_table": ("b", "P"), "window": ("b", 2)}
-    return InputSpec(name, OFFERS[name].dtype, wide.get(name) or shapes[OFFERS[name].per])
+    return InputSpec(name, STEP_INPUTS[name].dtype, wide.get(name) or shapes[STEP_INPUTS[name].per])
 
 
 def caches(*layers: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[InputSpec]:
@@ -132,7 +132,7 @@ class FakeProgram:
 
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         # What comes after the rows is padding.
-        inputs = {k: v[:rows] if k in OFFERS and OFFERS[k].per == "row" else v for k, v in inputs.items()}
+        inputs = {k: v[:rows] if k in STEP_INPUTS and STEP_INPUTS[k].per == "row" else v for k, v in inputs.items()}
         self.calls.append({k: v.clone() for k, v in inputs.items() if "cache" not in k})
         ids, positions, masked = inputs["input_ids"], inputs["positions"], inputs["candidate"]
         cu_rows, limit = inputs["cu_rows"], inputs["limit"]

@@ -16,7 +16,7 @@ from dgraph.plans.regions import All, Block
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime import BlockSession, FixedSteps
 from dgraph.runtime.graphs.pool import GraphPool
-from dgraph.runtime.loop.step_inputs import OFFERS
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS
 from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.types.shapes import InputSpec
 from tests.runtime.fake import FakeProgram, fake_spec, offered
@@ -179,7 +179,9 @@ def test_the_table_says_what_is_computed() -> None:
     """Of every offer dtype and size are those that it is declared with, on both families."""
     for attention, kind in (("block_causal", "step"), ("bidirectional", "step")):
         step = FakeProgram(kind)
-        names = [n for n, o in OFFERS.items() if not o.needs and o.value is not None and n not in ("noise", "script")]
+        names = [
+            n for n, o in STEP_INPUTS.items() if not o.needs and o.value is not None and n not in ("noise", "script")
+        ]
         step.inputs |= {name: offered(name) for name in names}
         programs = {"step": step} | ({"prefill": FakeProgram("prefill")} if attention == "block_causal" else {})
         BlockSession(fake_spec(4, attention=attention), programs).generate(
@@ -188,5 +190,5 @@ def test_the_table_says_what_is_computed() -> None:
         for call in step.calls:
             sizes = {"row": len(call["positions"]), "sequence": 2, "offsets": 3}
             for name in names:
-                assert call[name].dtype == OFFERS[name].dtype, name
-                assert len(call[name]) == sizes[OFFERS[name].per], name
+                assert call[name].dtype == STEP_INPUTS[name].dtype, name
+                assert len(call[name]) == sizes[STEP_INPUTS[name].per], name

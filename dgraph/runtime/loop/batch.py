@@ -24,7 +24,7 @@ from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.page_tables import PageTables
 from dgraph.runtime.kv.store import KVStore
 from dgraph.runtime.loop.batch_config import Rule
-from dgraph.runtime.loop.step_inputs import Moment, computed
+from dgraph.runtime.loop.step_inputs import StepContext, computed
 from dgraph.runtime.loop.step_report import Report, all_rows
 from dgraph.runtime.loop.transition import TWIN, StepTransition
 from dgraph.runtime.policies import Policy, row_of
@@ -233,7 +233,7 @@ class Batch:
         causal = self.spec.encoding == "causal"
         rows = prefill_rows(state.canvas, bounds[0], bounds[1], block, count, causal)
         given = {name: self.advance.inputs[name] for name in self.advance.carried}
-        inputs = {**self.caches(), **given, **computed(program.inputs, Moment(rows, state, self.rule))}
+        inputs = {**self.caches(), **given, **computed(program.inputs, StepContext(rows, state, self.rule))}
         result, took_part = program(inputs, count), bounds[1] > bounds[0]
         self.advance.prefilled(result.outputs, took_part)
         if self.rule.guided:

@@ -29,7 +29,7 @@ from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.loop.batch_config import Rule
 from dgraph.runtime.loop.rank_check import agree, agree_on_step
 from dgraph.runtime.loop.scripted_policy import check_script
-from dgraph.runtime.loop.step_inputs import OFFERS, declared
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS, declared
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.loop.transition_cache import Transitions
@@ -126,7 +126,7 @@ class BlockSession:
         self._transitions = Transitions(pool, compiler)
         self._sequences = 1
         inputs = declared({name: program.inputs for name, program in programs.items()}).values()
-        given = (spec for spec in inputs if spec.carried or spec.name in OFFERS)
+        given = (spec for spec in inputs if spec.carried or spec.name in STEP_INPUTS)
         self._inputs = tuple(sorted(given, key=lambda spec: spec.name))
         caches = [spec for spec in inputs if spec.per == "position"]
         written, size = programs["prefill"].inputs if "prefill" in programs else None, check_page_size(spec, page_size)

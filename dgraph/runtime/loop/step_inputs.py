@@ -22,7 +22,7 @@ from dgraph.types.shapes import InputSpec
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepContext:
     """A step that is about to run.
 
     Attributes:
@@ -37,7 +37,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Offer:
+class StepInput:
     """An input that the decode loop has.
 
     Attributes:
@@ -51,7 +51,7 @@ class Offer:
 
     dtype: torch.dtype
     per: str
-    value: Callable[[Moment], Tensor] | None
+    value: Callable[[StepContext], Tensor] | None
     needs: str = ""
     fixed: Callable[[Rule], bool] = lambda rule: False
     late: bool = False
@@ -62,20 +62,20 @@ def _given(value: Tensor | None) -> Tensor:
     return value
 
 
-def _temperature(at: Moment) -> Tensor:
+def _temperature(at: StepContext) -> Tensor:
     policy, state = at.rule.policy, at.state
     heat = policy.heat(state.forwards, state.kind, state.settings) if policy.traits.renoises else state.temperature
     return heat[at.rows.sequence]
 
 
-def _seed(at: Moment) -> Tensor:
+def _seed(at: StepContext) -> Tensor:
     rows, state = at.rows, at.state
     if not at.rule.draws:
         return torch.zeros(len(rows.masked), dtype=torch.int64, device=rows.masked.device)
     return row_seeds(state.keys[rows.sequence].T, rows.positions, state.counter[rows.sequence])
 
 
-def _average(at: Moment) -> Tensor:
+def _average(at: StepContext) -> Tensor:
     average, script = at.state.average, at.rule.script
     if script is None or not any(spec.name == "script" for spec in at.rule.inputs):
         return average
@@ -83,78 +83,78 @@ def _average(at: Moment) -> Tensor:
     return torch.where(average.isinf(), average, script.budget(at.state))
 
 
-def _script(at: Moment) -> Tensor:
+def _script(at: StepContext) -> Tensor:
     script = at.rule.script
     if script is not None:
         return script.scores(at.rows, at.state)
     return torch.zeros(len(at.rows.masked), device=at.rows.masked.device)
 
 
-def _adapt(at: Moment) -> Tensor:
+def _adapt(at: StepContext) -> Tensor:
     # If a prompt is recomputed, the response's other rows keep their entries (MaskKV A.9, algorithm 5).
     return _given(at.state.action)[at.rows.sequence] == REUSE
 
 
-def _drafted(at: Moment) -> Tensor:
+def _drafted(at: StepContext) -> Tensor:
     return at.state.drafted(at.rule.policy)[at.rows.sequence] & (at.rows.column >= 0) & at.rows.live
 
 
-def _key_positions(at: Moment) -> Tensor:
+def _key_positions(at: StepContext) -> Tensor:
     seen = at.state.seen_keys()
     size = seen.numel() if at.keys is None else min(at.keys, seen.numel())
     index = torch.nonzero_static(seen.flatten(), size=size, fill_value=0)[:, 0]
     return index % seen.shape[1]
 
 
-OFFERS: dict[str, Offer] = {
+STEP_INPUTS: dict[str, StepInput] = {
     # Rows: token, position, positions that it sees (those before `limit`), and its two flags (see `StepRows`).
-    "input_ids": Offer(torch.int64, "row", lambda at: at.rows.input_ids),
-    "positions": Offer(torch.int64, "row", lambda at: at.rows.positions),
-    "limit": Offer(torch.int32, "row", lambda at: at.rows.limit),
-    "masked": Offer(torch.bool, "row", lambda at: at.rows.masked),
-    "candidate": Offer(torch.bool, "row", lambda at: at.rows.candidate),
-    "cu_rows": Offer(torch.int32, "offsets", lambda at: at.rows.cu_rows),
+    "input_ids": StepInput(torch.int64, "row", lambda at: at.rows.input_ids),
+    "positions": StepInput(torch.int64, "row", lambda at: at.rows.positions),
+    "limit": StepInput(torch.int32, "row", lambda at: at.rows.limit),
+    "masked": StepInput(torch.bool, "row", lambda at: at.rows.masked),
+    "candidate": StepInput(torch.bool, "row", lambda at: at.rows.candidate),
+    "cu_rows": StepInput(torch.int32, "offsets", lambda at: at.rows.cu_rows),
     # The row's prediction is a draft, which a later step verifies.
-    "drafted": Offer(torch.bool, "row", _drafted),
+    "drafted": StepInput(torch.bool, "row", _drafted),
     # Everything is recomputed for the row; its token was decoded in the step before, or `full`.
-    "full": Offer(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
-    "changed": Offer(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),
+    "full": StepInput(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
+    "changed": StepInput(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),
     # The row is encoded (else denoised); the position from which windows count back.
-    "encoded": Offer(torch.bool, "row", lambda at: _given(at.rows.encoded), needs="modes"),
-    "origin": Offer(torch.int32, "row", lambda at: _given(at.rows.origin), needs="modes"),
+    "encoded": StepInput(torch.bool, "row", lambda at: _given(at.rows.encoded), needs="modes"),
+    "origin": StepInput(torch.int32, "row", lambda at: _given(at.rows.origin), needs="modes"),
     # Places of the rows' keys in the pages of their sequences.
-    "slots": Offer(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
+    "slots": StepInput(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
     # Draws: see `dgraph.runtime.sampling.random_numbers`.
-    "temperature": Offer(torch.float32, "row", _temperature, fixed=lambda rule: not rule.draws),
-    "seed": Offer(torch.int64, "row", _seed, fixed=lambda rule: not rule.draws),
-    "noise": Offer(torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda rule: not rule.select_noise),
-    "script": Offer(torch.float32, "row", _script),
+    "temperature": StepInput(torch.float32, "row", _temperature, fixed=lambda rule: not rule.draws),
+    "seed": StepInput(torch.int64, "row", _seed, fixed=lambda rule: not rule.draws),
+    "noise": StepInput(torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda rule: not rule.select_noise),
+    "script": StepInput(torch.float32, "row", _script),
     # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive),
     # steps of the sequence and of its current block before this one, and tokens per step in the block so far.
-    "prompt_end": Offer(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda rule: True),
-    "response_end": Offer(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda rule: True),
-    "block_start": Offer(torch.int32, "sequence", lambda at: at.state.start.int()),
-    "block_end": Offer(torch.int32, "sequence", lambda at: (at.state.start + at.state.block).int()),
-    "step": Offer(torch.int32, "sequence", lambda at: at.state.counter.int()),
-    "block_step": Offer(torch.int32, "sequence", lambda at: at.state.forwards.int()),
-    "average": Offer(torch.float32, "sequence", _average),
+    "prompt_end": StepInput(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda rule: True),
+    "response_end": StepInput(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda rule: True),
+    "block_start": StepInput(torch.int32, "sequence", lambda at: at.state.start.int()),
+    "block_end": StepInput(torch.int32, "sequence", lambda at: (at.state.start + at.state.block).int()),
+    "step": StepInput(torch.int32, "sequence", lambda at: at.state.counter.int()),
+    "block_step": StepInput(torch.int32, "sequence", lambda at: at.state.forwards.int()),
+    "average": StepInput(torch.float32, "sequence", _average),
     # Keys: the cache's pages; positions that are always seen, and the action on the others
     # (`dgraph.ops.attention.sparse`).
-    "page_table": Offer(torch.int32, "sequence", None),
-    "pack_start": Offer(torch.int32, "constant", None, needs="kv"),
-    "window": Offer(torch.int32, "sequence", lambda at: _given(at.state.window), needs="kv"),
-    "action": Offer(torch.int32, "sequence", lambda at: _given(at.state.action), needs="kv"),
-    "adapt": Offer(torch.bool, "row", _adapt, needs="kv"),
+    "page_table": StepInput(torch.int32, "sequence", None),
+    "pack_start": StepInput(torch.int32, "constant", None, needs="kv"),
+    "window": StepInput(torch.int32, "sequence", lambda at: _given(at.state.window), needs="kv"),
+    "action": StepInput(torch.int32, "sequence", lambda at: _given(at.state.action), needs="kv"),
+    "adapt": StepInput(torch.bool, "row", _adapt, needs="kv"),
     # All positions that rows of a sequence may see, if it does not reuse packed keys.
-    "key_positions": Offer(torch.int64, "key", _key_positions, needs="kv", late=True),
-    "cu_keys": Offer(
+    "key_positions": StepInput(torch.int64, "key", _key_positions, needs="kv", late=True),
+    "cu_keys": StepInput(
         torch.int32, "offsets", lambda at: offsets_of(at.state.seen_keys().sum(dim=1)), needs="kv", late=True
     ),
 }
 """Inputs by name; a name means the same in every program and on every family."""
 
 
-def computed(names: Iterable[str], at: Moment, late: bool | None = None, fixed: bool = True) -> dict[str, Tensor]:
+def computed(names: Iterable[str], at: StepContext, late: bool | None = None, fixed: bool = True) -> dict[str, Tensor]:
     """Compute the named inputs that the loop offers; other names are left out.
 
     late: only those that are computed late (True), or the others (False); None for both. fixed: also those that never
@@ -162,7 +162,7 @@ def computed(names: Iterable[str], at: Moment, late: bool | None = None, fixed: 
     """
     found = {}
     for name in names:
-        offer = OFFERS.get(name)
+        offer = STEP_INPUTS.get(name)
         if offer is None or offer.value is None or late not in (None, offer.late):
             continue
         if fixed or not offer.fixed(at.rule):

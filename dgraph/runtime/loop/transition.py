@@ -30,7 +30,7 @@ from dgraph.runtime.graphs.pinned import Mapped
 from dgraph.runtime.graphs.pool import GraphPool, Held, Replay
 from dgraph.runtime.graphs.upload import upload
 from dgraph.runtime.loop.batch_config import Rule
-from dgraph.runtime.loop.step_inputs import OFFERS, Moment, computed, initial_states
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS, StepContext, computed, initial_states
 from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
 from dgraph.runtime.policies.mixture import Refusals, noting_none
 from dgraph.runtime.sampling.random_numbers import policy_noise
@@ -123,7 +123,7 @@ class StepTransition:
         self.carried = {spec.name: spec for spec in rule.inputs if spec.carried}
         if rule.guided:
             self.carried |= {TWIN + name: replace(spec, name=TWIN + name) for name, spec in self.carried.items()}
-        self.inputs = computed(self._names, Moment(self.rows, state, rule), late=False) | self._initial()
+        self.inputs = computed(self._names, StepContext(self.rows, state, rule), late=False) | self._initial()
         self._given: dict[str, Tensor] = {}
         self._fill: dict[str, Tensor] = {}
         self._graph: tuple[Replay, Held] | None = None
@@ -185,9 +185,9 @@ class StepTransition:
         _write(self._packed())
 
     def _write_fixed(self) -> None:
-        moment = Moment(self.rows, self.state, self.rule)
+        moment = StepContext(self.rows, self.state, self.rule)
         for name, value in computed(self._names, moment, late=False).items():
-            if OFFERS[name].fixed(self.rule) and OFFERS[name].per == "sequence":
+            if STEP_INPUTS[name].fixed(self.rule) and STEP_INPUTS[name].per == "sequence":
                 self.inputs[name].copy_(value)
 
     def _rows_of(self, state: DecodeState) -> StepRows:
@@ -201,8 +201,8 @@ class StepTransition:
                 self.inputs[name].copy_(choose(took_part, outputs[name], self.inputs[name]))
 
     def late(self, names: Iterable[str], keys: int | None = None) -> dict[str, Tensor]:
-        """Compute the named inputs that the loop computes only before the programs that read them; see `Moment`."""
-        return computed(names, Moment(self.rows, self.state, self.rule, keys), late=True)
+        """Compute the named inputs that the loop computes only before the programs that read them; see `StepContext`."""
+        return computed(names, StepContext(self.rows, self.state, self.rule, keys), late=True)
 
     def _initial(self) -> dict[str, Tensor]:
         return initial_states(self.carried.values(), len(self.state.start), self.state.start.device)
@@ -307,7 +307,7 @@ class StepTransition:
     def _packed(self) -> list[Assignment]:
         """Updates of the rows of the next step, and of the inputs computed from them; nothing is written."""
         rows = self._rows_of(self.state)
-        inputs = computed(self._names, Moment(rows, self.state, self.rule), late=False, fixed=False)
+        inputs = computed(self._names, StepContext(rows, self.state, self.rule), late=False, fixed=False)
         return _distinct([*_pairs(self.rows, rows), *((self.inputs[name], value) for name, value in inputs.items())])
 
     # -- how it runs ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dgraph.lowering.program import Program
 from dgraph.runtime.loop.batch import Batch
-from dgraph.runtime.loop.step_inputs import Moment, computed, initial_states
+from dgraph.runtime.loop.step_inputs import StepContext, computed, initial_states
 from dgraph.runtime.requests import step_rows
 from dgraph.runtime.state.packed_rows import idle_rows, key_sizes
 
@@ -38,7 +38,7 @@ class Rehearsal:
         shape, state, device = batch.shape, batch.advance.state, batch.kv.device
         idle = replace(state, active=torch.zeros_like(state.active))
         rows = idle_rows(self.rows, shape.slots, shape.block, device)
-        given = computed(self.program.inputs, Moment(rows, idle, batch.rule, self.keys))
+        given = computed(self.program.inputs, StepContext(rows, idle, batch.rule, self.keys))
         states = initial_states(batch.rule.inputs, shape.slots, device)
         return self.program({**batch.caches(), **states, **given}, self.rows).outputs
 
