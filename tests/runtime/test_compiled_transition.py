@@ -41,7 +41,7 @@ from dgraph.runtime.requests import Request
 from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.encode_denoise import EncodeDenoiseState
-from dgraph.runtime.state.initial import say
+from dgraph.runtime.state.initial import write_request_settings
 from dgraph.runtime.state.state_init import StateInit
 from dgraph.runtime.state.uniform_noise import UniformNoiseState
 from tests.amounts import every_value
@@ -103,7 +103,7 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     defaults["inputs"] = (*map(offered, offers), REACHED)
     heat, mixture = rule.pop("temperature", 0.0), Mixture.of([policy])
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
-    say(state, mixture, [Request([1], decoding, index) for index in range(2)])
+    write_request_settings(state, mixture, [Request([1], decoding, index) for index in range(2)])
     advance = StepTransition(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
     if mixed:
         advance.mix([1], [4])
@@ -372,7 +372,7 @@ def test_a_policy_may_return_what_it_was_given() -> None:
         )
     )
     mixture = Mixture.of([All(0.5)])
-    say(state, mixture, [Request([1], Decoding(policy=All(0.5)))])
+    write_request_settings(state, mixture, [Request([1], Decoding(policy=All(0.5)))])
     advance = StepTransition(Rule(mixture, "off", True, False, False), state, state.capacity)
     masked = state.masked.clone()
     advance.take({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})

@@ -16,7 +16,7 @@ from dgraph.runtime.loop.transition import StepTransition
 from dgraph.runtime.policies import Mixture
 from dgraph.runtime.requests import Request
 from dgraph.runtime.state.bidirectional import BidirectionalState
-from dgraph.runtime.state.initial import say
+from dgraph.runtime.state.initial import write_request_settings
 from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import offered
 
@@ -44,7 +44,7 @@ def advance_of(kv: KVPlan | None) -> StepTransition:
     kept = ("action", "window", "adapt") if kv is not None else ()
     inputs = tuple(map(offered, ("input_ids", "full", "prompt_end", "step", *kept)))
     mixture = Mixture.of([ConfidenceThreshold(0.9)])
-    say(state, mixture, [Request([1], Decoding())] * 2)
+    write_request_settings(state, mixture, [Request([1], Decoding())] * 2)
     return StepTransition(Rule(mixture, "off", False, False, False, inputs), state, state.capacity)
 
 

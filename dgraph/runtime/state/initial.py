@@ -68,7 +68,7 @@ def begin(
         most_mixed=shape.mixed,
     )
     state = _kind_of(spec).begin(init)
-    say(state, mixture, requests)
+    write_request_settings(state, mixture, requests)
     return state
 
 
@@ -81,7 +81,7 @@ def _kind_of(spec: ModelSpec) -> type[DecodeState]:
     return BlockCausalState if spec.attention == "block_causal" else BidirectionalState
 
 
-def say(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:
+def write_request_settings(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:
     """Write the settings of requests into their state [b]; without requests, only make the tensors for later writes.
 
     Raises:
