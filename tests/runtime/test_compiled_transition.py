@@ -19,7 +19,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted, FirstShare
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.graphs.pool import GraphPool
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.scripted_policy import BlockStep, Script
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.loop.transition import PARTS, StepTransition, TransitionPart
@@ -104,7 +104,7 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     heat, mixture = rule.pop("temperature", 0.0), Mixture.of([policy])
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
     write_request_settings(state, mixture, [Request([1], decoding, index) for index in range(2)])
-    advance = StepTransition(Rule(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
+    advance = StepTransition(BatchConfig(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
     if mixed:
         advance.mix([1], [4])
         advance.pack()
@@ -373,7 +373,7 @@ def test_a_policy_may_return_what_it_was_given() -> None:
     )
     mixture = Mixture.of([All(0.5)])
     write_request_settings(state, mixture, [Request([1], Decoding(policy=All(0.5)))])
-    advance = StepTransition(Rule(mixture, "off", True, False, False), state, state.capacity)
+    advance = StepTransition(BatchConfig(mixture, "off", True, False, False), state, state.capacity)
     masked = state.masked.clone()
     advance.take({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})
     advance.move()

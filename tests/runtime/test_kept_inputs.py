@@ -11,7 +11,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.decoding import Decoding
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.transition import StepTransition
 from dgraph.runtime.policies import Mixture
 from dgraph.runtime.requests import Request
@@ -45,7 +45,7 @@ def advance_of(kv: KVPlan | None) -> StepTransition:
     inputs = tuple(map(offered, ("input_ids", "full", "prompt_end", "step", *kept)))
     mixture = Mixture.of([ConfidenceThreshold(0.9)])
     write_request_settings(state, mixture, [Request([1], Decoding())] * 2)
-    return StepTransition(Rule(mixture, "off", False, False, False, inputs), state, state.capacity)
+    return StepTransition(BatchConfig(mixture, "off", False, False, False, inputs), state, state.capacity)
 
 
 def test_rows_adapt_where_their_sequence_reuses() -> None:

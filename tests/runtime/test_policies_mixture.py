@@ -15,7 +15,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.lowering.traced import trace
 from dgraph.ops.statistics import KL
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.scripted_policy import BlockStep, Script
 from dgraph.runtime.policies import (
     Candidates,
@@ -268,7 +268,7 @@ def test_mixtures_of_equal_kinds_are_one_to_what_was_compiled() -> None:
     assert policy_key(other) != policy_key(first)
     assert policy_key(Mixture((SCRIPT,))) != policy_key(Mixture((replace(SCRIPT),))), "it may hold state"
     assert policy_key(Mixture((Sequential(),))) != policy_key(Sequential())
-    rules = [Rule(mixture, "off", True, False, 0.0, 0) for mixture in (first, second)]
+    rules = [BatchConfig(mixture, "off", True, False, 0.0, 0) for mixture in (first, second)]
     assert rules[0].key == rules[1].key
 
 

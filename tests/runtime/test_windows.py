@@ -12,7 +12,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.step_inputs import StepContext, computed
 from dgraph.runtime.policies import ConfidenceThreshold
 from dgraph.runtime.state.base import OUT
@@ -183,7 +183,7 @@ def test_a_sequence_that_waits_before_it_chooses_chooses_later() -> None:
 
 
 def keys_of(state: BlockCausalState) -> dict[str, torch.Tensor]:
-    rule = Rule(ConfidenceThreshold(0.9), "off", True, False, 0.0, 0)
+    rule = BatchConfig(ConfidenceThreshold(0.9), "off", True, False, 0.0, 0)
     return computed(["key_positions", "cu_keys"], StepContext(state.rows(state.capacity), state, rule), late=True)
 
 

@@ -23,7 +23,7 @@ from dgraph.runtime.graphs.upload import upload
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.page_tables import PageTables
 from dgraph.runtime.kv.store import KVStore
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.step_inputs import StepContext, computed
 from dgraph.runtime.loop.step_report import Report, all_rows
 from dgraph.runtime.loop.transition import TWIN, StepTransition
@@ -78,10 +78,10 @@ class Batch:
     def __init__(
         self,
         spec: ModelSpec,
-        rule: Rule,
+        rule: BatchConfig,
         programs: Programs,
         shape: Shape,
-        advance: Callable[[Rule, DecodeState], StepTransition],
+        advance: Callable[[BatchConfig, DecodeState], StepTransition],
         *,
         kv: KVStore,
         packed: PackedKV | None = None,
@@ -191,7 +191,7 @@ class Batch:
         self._ordered = frozenset(slots)
         self.advance.order(places)
 
-    def decode_as(self, rule: Rule, programs: Programs) -> None:
+    def decode_as(self, rule: BatchConfig, programs: Programs) -> None:
         """Change to a rule that also serves other requests; the policies of running requests keep their indices."""
         if self._flying is not None:
             with refusing(self._refusals if self.lenient else None):

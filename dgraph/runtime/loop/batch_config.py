@@ -12,7 +12,7 @@ from dgraph.types.shapes import InputSpec
 
 
 @dataclass(frozen=True)
-class Rule:
+class BatchConfig:
     """Settings of sequences that are decoded together; settings of a single sequence lie in its state.
 
     Attributes:

@@ -26,7 +26,7 @@ from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.store import KVStore, check_page_size
 from dgraph.runtime.loop.batch import Batch
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.rank_check import agree, agree_on_step
 from dgraph.runtime.loop.scripted_policy import check_script
 from dgraph.runtime.loop.step_inputs import STEP_INPUTS, declared
@@ -400,8 +400,8 @@ class BlockSession:
             observer=observer,
         )
 
-    def rule(self, decodings: Sequence[Decoding], block: int) -> tuple[Rule, Programs]:
-        """Rule and programs of steps that requests with these decodings share.
+    def rule(self, decodings: Sequence[Decoding], block: int) -> tuple[BatchConfig, Programs]:
+        """BatchConfig and programs of steps that requests with these decodings share.
 
         Raises:
             InputError: as `batch`.
@@ -413,7 +413,9 @@ class BlockSession:
             raise InputError("requests with and without guidance (cfg_scale) cannot share a batch.")
         sampled = any(chosen.sampling.temperature > 0 or traits_of(chosen.rule).renoises for chosen in decodings)
         given = self.block_cache, self.recommit, self.select_noise
-        rule = Rule(Mixture.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop())
+        rule = BatchConfig(
+            Mixture.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop()
+        )
         return rule, self._programs_for(rule.policy, any(chosen.sampling.needs_logits for chosen in decodings))
 
     def check(self, chosen: Decoding, block: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dgraph.errors import LoweringError
 from dgraph.ops.attention.sparse import REUSE
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.sampling.random_numbers import row_seeds, uniform
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.packed_rows import StepRows, offsets_of
@@ -32,7 +32,7 @@ class StepContext:
 
     rows: StepRows
     state: DecodeState
-    rule: Rule
+    rule: BatchConfig
     keys: int | None = None
 
 
@@ -53,7 +53,7 @@ class StepInput:
     per: str
     value: Callable[[StepContext], Tensor] | None
     needs: str = ""
-    fixed: Callable[[Rule], bool] = lambda rule: False
+    fixed: Callable[[BatchConfig], bool] = lambda rule: False
     late: bool = False
 
 

@@ -29,7 +29,7 @@ from dgraph.private.torch import copy_all
 from dgraph.runtime.graphs.pinned import Mapped
 from dgraph.runtime.graphs.pool import GraphPool, Held, Replay
 from dgraph.runtime.graphs.upload import upload
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.step_inputs import STEP_INPUTS, StepContext, computed, initial_states
 from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
 from dgraph.runtime.policies.mixture import Refusals, noting_none
@@ -107,7 +107,7 @@ class StepTransition:
 
     def __init__(
         self,
-        rule: Rule,
+        rule: BatchConfig,
         state: DecodeState,
         capacity: int,
         pool: GraphPool | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.runtime.graphs.pool import GraphPool
-from dgraph.runtime.loop.batch_config import Rule
+from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.transition import StepTransition
 from dgraph.runtime.state.base import DecodeState
 
@@ -43,11 +43,11 @@ class Transitions:
         if columns <= WARM_COLUMNS:
             self._columns = -(-columns // self.stride(block)) * self.stride(block)
 
-    def passing(self, rule: Rule, state: DecodeState) -> StepTransition:
+    def passing(self, rule: BatchConfig, state: DecodeState) -> StepTransition:
         """The transition of a batch whose shape no other will have: nothing is captured."""
         return StepTransition(rule, state, state.capacity)
 
-    def lasting(self, rule: Rule, state: DecodeState) -> StepTransition:
+    def lasting(self, rule: BatchConfig, state: DecodeState) -> StepTransition:
         """A captured transition for a batch of this shape with idle slots: that of the call before, if it fits."""
         key = (rule.key, state.block, state.most_rows, tuple(state.canvas.shape), tuple(state.wanted().shape))
         if self._last is None or self._last[0] != key:
