@@ -39,7 +39,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
 from dgraph.runtime.kv.store import page_size_for
 from dgraph.runtime.loop.session import LOGITS, BlockSession, measuring
-from dgraph.runtime.policies import Mixture, statistics_of
+from dgraph.runtime.policies import PolicyMix, statistics_of
 from dgraph.runtime.results import Progress, SequenceKV
 from dgraph.runtime.sampling.stops import says_stop, trim
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -343,7 +343,7 @@ class Optimized(Described):
         """
         for chosen in decodings:
             check_modes(self.spec, chosen.rule, chosen.sampling)
-        policy = Mixture.of([chosen.rule for chosen in decodings])
+        policy = PolicyMix.of([chosen.rule for chosen in decodings])
         asked = statistics_of(policy)
         variant = LOGITS if any(chosen.sampling.needs_logits for chosen in decodings) else measuring(policy)
         if not variant or "logits" in self.programs["step"].output_names:

@@ -22,7 +22,7 @@ from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
-from dgraph.runtime.policies import Mixture, kind_of, policy_key, traits_of
+from dgraph.runtime.policies import PolicyMix, kind_of, policy_key, traits_of
 from dgraph.runtime.requests import (
     Request,
     Shape,
@@ -240,7 +240,7 @@ class EngineCore:
             if (kind := policy_key(kind_of(rule))) in rules:
                 continue
             try:
-                Mixture.of([*rules.values(), rule])
+                PolicyMix.of([*rules.values(), rule])
             except InputError as error:
                 tickets.remove(ticket)
                 self._end(ticket, "error", error=error)

@@ -20,7 +20,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv.store import NO_PAGE, KVStore
 from dgraph.runtime.loop.step_report import Report
 from dgraph.runtime.loop.transcript import Transcripts
-from dgraph.runtime.policies import Mixture
+from dgraph.runtime.policies import PolicyMix
 from dgraph.runtime.requests import Request
 from dgraph.runtime.sampling.stops import trim
 from dgraph.runtime.state.base import OUT, REPORT
@@ -277,7 +277,7 @@ def test_the_device_gives_out_rows_as_the_scheduler_expects(data: st.DataObject)
     got = state.live().sum(dim=1)
     assert got[order].tolist() == given
     assert int(got.sum()) == sum(given)
-    assert rule.policy == Mixture.of([Decoding().rule])
+    assert rule.policy == PolicyMix.of([Decoding().rule])
 
 
 def test_a_rule_that_joins_loses_no_step() -> None:

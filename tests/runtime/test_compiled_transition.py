@@ -30,8 +30,8 @@ from dgraph.runtime.policies import (
     ConfidenceThreshold,
     Dream,
     Factor,
-    Mixture,
     Policy,
+    PolicyMix,
     SelfSpeculation,
     policy_of,
     statistics_of,
@@ -101,7 +101,7 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     offers += [*["full", "changed"] * (plan is not None), *["script"] * rule.pop("scripted", False), "temperature"]
     offers += [*["noise"] * bool(rule.get("select_noise")), *["window", "action"] * (kind == "kept")]
     defaults["inputs"] = (*map(offered, offers), REACHED)
-    heat, mixture = rule.pop("temperature", 0.0), Mixture.of([policy])
+    heat, mixture = rule.pop("temperature", 0.0), PolicyMix.of([policy])
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
     write_request_settings(state, mixture, [Request([1], decoding, index) for index in range(2)])
     advance = StepTransition(BatchConfig(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
@@ -371,7 +371,7 @@ def test_a_policy_may_return_what_it_was_given() -> None:
             plan=RowPlan(Block()),
         )
     )
-    mixture = Mixture.of([All(0.5)])
+    mixture = PolicyMix.of([All(0.5)])
     write_request_settings(state, mixture, [Request([1], Decoding(policy=All(0.5)))])
     advance = StepTransition(BatchConfig(mixture, "off", True, False, False), state, state.capacity)
     masked = state.masked.clone()

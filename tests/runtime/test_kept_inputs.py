@@ -13,7 +13,7 @@ from dgraph.runtime import ConfidenceThreshold
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.transition import StepTransition
-from dgraph.runtime.policies import Mixture
+from dgraph.runtime.policies import PolicyMix
 from dgraph.runtime.requests import Request
 from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.initial import write_request_settings
@@ -43,7 +43,7 @@ def advance_of(kv: KVPlan | None) -> StepTransition:
     )
     kept = ("action", "window", "adapt") if kv is not None else ()
     inputs = tuple(map(offered, ("input_ids", "full", "prompt_end", "step", *kept)))
-    mixture = Mixture.of([ConfidenceThreshold(0.9)])
+    mixture = PolicyMix.of([ConfidenceThreshold(0.9)])
     write_request_settings(state, mixture, [Request([1], Decoding())] * 2)
     return StepTransition(BatchConfig(mixture, "off", False, False, False, inputs), state, state.capacity)
 

@@ -26,8 +26,8 @@ from dgraph.runtime.policies import (
     FixedSteps,
     HierarchicalRemask,
     JointThreshold,
-    Mixture,
     Policy,
+    PolicyMix,
     Sequential,
     Traits,
     carries_of,
@@ -94,7 +94,7 @@ def request(name: str, rng: random.Random) -> Any:
     return other(rule, rng) if isinstance(rule, DecodeRule) else rule
 
 
-def mixed(mixture: Mixture, policies: list[Policy], rng: random.Random) -> Candidates:
+def mixed(mixture: PolicyMix, policies: list[Policy], rng: random.Random) -> Candidates:
     """Random candidates of sequences with these policies, as a runtime gives them; what is of other kinds is 0."""
     sequences = [draw(rng, BLOCK, traits_of(policy).edits) for policy in policies]
     rows = [row_of(mixture, policy) for policy in policies]
@@ -113,7 +113,7 @@ def mixed(mixture: Mixture, policies: list[Policy], rng: random.Random) -> Candi
     )
 
 
-def decided_by(mixture: Mixture, candidates: Candidates) -> dict[str, Tensor]:
+def decided_by(mixture: PolicyMix, candidates: Candidates) -> dict[str, Tensor]:
     """All that a mixture says of a step, whether one of its kinds needs it or not."""
     chosen = mixture.choose(candidates)
     assert candidates.order is not None
@@ -128,7 +128,7 @@ def decided_by(mixture: Mixture, candidates: Candidates) -> dict[str, Tensor]:
     }
 
 
-def check(mixture: Mixture, policies: list[Policy], candidates: Candidates) -> None:
+def check(mixture: PolicyMix, policies: list[Policy], candidates: Candidates) -> None:
     """What the mixture says of each sequence is what its own policy says of it alone."""
     got = decided_by(mixture, candidates)
     for at, policy in enumerate(policies):
@@ -161,7 +161,7 @@ def check(mixture: Mixture, policies: list[Policy], candidates: Candidates) -> N
 )
 def test_each_sequence_gets_what_its_own_policy_gives_it_alone(names: list[str], b: int, seed: int) -> None:
     rng = random.Random(seed)
-    mixture = Mixture.of([EVERY[name] for name in names])
+    mixture = PolicyMix.of([EVERY[name] for name in names])
     policies = [request(rng.choice(names), rng) for _ in range(b)]
     check(mixture, policies, mixed(mixture, policies, rng))
 
@@ -188,7 +188,7 @@ def test_a_kind_that_raised_is_asked_no_more(name: str, method: str) -> None:
 
     settings = {f.name: getattr(rule, f.name) for f in fields(rule)}
     sound, broken = (type("Own", (type(rule),), more)(**settings) for more in ({}, {method: raises}))
-    mixture = Mixture.of([other, broken])
+    mixture = PolicyMix.of([other, broken])
     candidates = mixed(mixture, [other, broken, other], rng)
     with pytest.raises(ArithmeticError):
         decided_by(mixture, candidates)
@@ -201,7 +201,7 @@ def test_a_kind_that_raised_is_asked_no_more(name: str, method: str) -> None:
     assert (noted, noted_now) == (False, True)
     assert [(index, type(error)) for index, error in refusals.errors.items()] == [(1, ArithmeticError)]
     assert len(asked) == 3, "once in each way, until it was noted"
-    want = decided_by(Mixture.of([other, sound]), candidates)
+    want = decided_by(PolicyMix.of([other, sound]), candidates)
     for said in (first, second, third):
         assert all(value[[0, 2]].equal(want[key][[0, 2]]) for key, value in said.items() if key != "coming")
     nothing = {"chosen": False, "back": False, "said": candidates.token[1], "source": torch.arange(BLOCK)}
@@ -214,7 +214,7 @@ def test_a_kind_that_raised_is_asked_no_more(name: str, method: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_one_kind_alone_is_that_kind(name: str) -> None:
     rng, kind = random.Random(1), kind_of(EVERY[name])
-    mixture = Mixture((kind,))
+    mixture = PolicyMix((kind,))
     for attribute in (traits_of, needs_of, statistics_of):
         assert attribute(mixture) == attribute(kind)
     assert [replace(each, name=each.name.removeprefix("0.")) for each in mixture.carries] == [*carries_of(kind)]
@@ -232,7 +232,7 @@ def test_one_kind_alone_asks_for_no_kind() -> None:
     threshold, kind = torch.tensor([0.5, 0.75], dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
 
     def operations(policies: list[Policy]) -> list[str]:
-        mixture = Mixture.of(policies)
+        mixture = PolicyMix.of(policies)
         names = {name: threshold.to(dtype) for name, dtype in settings_spec(mixture.kinds).items()}
         given = replace(candidates, settings=names, kind=kind)
         function = lambda confidence: [(0, mixture.choose(replace(given, confidence=confidence)).float())]  # noqa: E731
@@ -246,7 +246,7 @@ def test_one_kind_alone_asks_for_no_kind() -> None:
 
 
 def test_what_differs_from_kind_to_kind() -> None:
-    mixture = Mixture.of([ConfidenceThreshold(0.5), JointThreshold(), HierarchicalRemask(), Dream(), SCRIPT])
+    mixture = PolicyMix.of([ConfidenceThreshold(0.5), JointThreshold(), HierarchicalRemask(), Dream(), SCRIPT])
     want = (Traits(), Traits(edits=True), Traits(edits=True, remasks=True), Traits(may_wait=True), SCRIPT.traits)
     assert mixture.kind_traits == want
     assert SCRIPT.traits == Traits(overrules=True)
@@ -261,13 +261,13 @@ def test_what_differs_from_kind_to_kind() -> None:
 
 def test_mixtures_of_equal_kinds_are_one_to_what_was_compiled() -> None:
     rng = random.Random(0)
-    first, second = (Mixture.of([request(name, rng) for name in EVERY if name != "plain"]) for _ in range(2))
+    first, second = (PolicyMix.of([request(name, rng) for name in EVERY if name != "plain"]) for _ in range(2))
     assert policy_key(first) == policy_key(second)
     assert hash(policy_key(first)) == hash(policy_key(second))
-    other = Mixture.of([*first.kinds, Plain()])
+    other = PolicyMix.of([*first.kinds, Plain()])
     assert policy_key(other) != policy_key(first)
-    assert policy_key(Mixture((SCRIPT,))) != policy_key(Mixture((replace(SCRIPT),))), "it may hold state"
-    assert policy_key(Mixture((Sequential(),))) != policy_key(Sequential())
+    assert policy_key(PolicyMix((SCRIPT,))) != policy_key(PolicyMix((replace(SCRIPT),))), "it may hold state"
+    assert policy_key(PolicyMix((Sequential(),))) != policy_key(Sequential())
     rules = [BatchConfig(mixture, "off", True, False, 0.0, 0) for mixture in (first, second)]
     assert rules[0].key == rules[1].key
 
@@ -275,7 +275,7 @@ def test_mixtures_of_equal_kinds_are_one_to_what_was_compiled() -> None:
 def test_a_mixture_is_compiled_once_for_all_settings_and_kinds() -> None:
     rng = random.Random(4)
     names = ["confidence_threshold", "dream_warm", "joint_threshold", "hierarchical_remask", "paced", "stable", "llada"]
-    mixture = Mixture.of([EVERY[name] for name in names])
+    mixture = PolicyMix.of([EVERY[name] for name in names])
 
     def drawn() -> Candidates:
         return mixed(mixture, [request(rng.choice(names), rng) for _ in range(4)], rng)
@@ -297,7 +297,7 @@ def test_a_mixture_is_compiled_once_for_all_settings_and_kinds() -> None:
 
 
 def test_what_a_request_writes() -> None:
-    mixture = Mixture.of([ConfidenceThreshold(0.5), FixedSteps(3), ConfidenceThreshold(0.9), Dream(), Sequential(2)])
+    mixture = PolicyMix.of([ConfidenceThreshold(0.5), FixedSteps(3), ConfidenceThreshold(0.9), Dream(), Sequential(2)])
     assert settings_spec(mixture.kinds) == {
         "0.threshold": torch.float64,
         "1.steps": torch.int64,
@@ -311,17 +311,17 @@ def test_what_a_request_writes() -> None:
 
 
 def test_what_a_mixture_refuses() -> None:
-    with pytest.raises(InputError, match="Mixture: kinds holds at least one policy, got none"):
-        Mixture(())
-    with pytest.raises(InputError, match=r"FixedSteps\(.*\) is there twice; .* Use Mixture\.of"):
-        Mixture((FixedSteps(3), FixedSteps(4)))
+    with pytest.raises(InputError, match="PolicyMix: kinds holds at least one policy, got none"):
+        PolicyMix(())
+    with pytest.raises(InputError, match=r"FixedSteps\(.*\) is there twice; .* Use PolicyMix\.of"):
+        PolicyMix((FixedSteps(3), FixedSteps(4)))
     with pytest.raises(InputError, match="two statistics are named 'kl'"):
-        Mixture((Stable(top=0), Stable(top=64)))
+        PolicyMix((Stable(top=0), Stable(top=64)))
     candidates = together([draw(random.Random(0), BLOCK)])
     with pytest.raises(InputError, match=r"candidates have the setting '0.threshold' of each sequence, got \[\]"):
-        Mixture((ConfidenceThreshold(0.5),)).choose(candidates)
+        PolicyMix((ConfidenceThreshold(0.5),)).choose(candidates)
     with pytest.raises(InputError, match="candidates of 2 kinds of rule say each sequence's kind, got none"):
-        Mixture((Sequential(), SCRIPT)).choose(candidates)
+        PolicyMix((Sequential(), SCRIPT)).choose(candidates)
 
 
 def test_a_statistic_is_asked_for_once() -> None:
@@ -333,6 +333,6 @@ def test_a_statistic_is_asked_for_once() -> None:
         def needs(self) -> frozenset[Any]:
             return frozenset({"kl", "margin"})
 
-    mixture = Mixture((ByName(0.5), Stable(top=KL().top)))
+    mixture = PolicyMix((ByName(0.5), Stable(top=KL().top)))
     assert needs_of(mixture) == {"kl", "spread", "margin"}
     assert [statistic.name for statistic in statistics_of(mixture)] == ["kl", "spread"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
-from dgraph.runtime.policies import Candidates, Mixture, Renoise, policy_of
+from dgraph.runtime.policies import Candidates, PolicyMix, Renoise, policy_of
 from dgraph.runtime.sampling.random_numbers import random_ids, sequence_keys
 from dgraph.runtime.state.packed_rows import RowResults
 from dgraph.runtime.state.state_init import StateInit
@@ -46,7 +46,7 @@ def test_what_is_kept_and_when_a_canvas_is_done(stability: int) -> None:
     generator = torch.Generator().manual_seed(stability)
     settings = [(0.0, 0.3, 9), (0.4, 1.0, 40), (3.0, 0.0, 12)]
     rules = [Renoise(bound, 0.4, 0.8, stability, confidence, steps) for bound, confidence, steps in settings]
-    mixture = Mixture.of(rules)
+    mixture = PolicyMix.of(rules)
     assert len(mixture.kinds) == 1
     named = {
         f"0.{name}": torch.tensor([getattr(rule, name) for rule in rules], dtype=torch.float64 if real else torch.int64)

@@ -18,7 +18,7 @@ from dgraph.runtime.policies import (
     DecodeRule,
     FixedSteps,
     JointThreshold,
-    Mixture,
+    PolicyMix,
     Traits,
     traits_of,
 )
@@ -64,7 +64,7 @@ def test_separate_attributes_count_with_one_warning_a_class() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert traits_of(Waits(wait=False)) == Traits(edits=True, may_wait=True)
-        assert Mixture((Waits(), Plain())).kind_traits == (traits_of(Waits()), Traits())
+        assert PolicyMix((Waits(), Plain())).kind_traits == (traits_of(Waits()), Traits())
 
 
 def test_a_policy_that_is_no_rule_may_have_them_too() -> None:
@@ -80,6 +80,8 @@ def test_functions_of_single_traits_go_with_a_warning() -> None:
     with pytest.warns(DgraphWarning, match=r"policies\.edits is traits_of\(policy\)\.edits since"):
         edits = old.edits
     assert edits(JointThreshold())
+    with pytest.warns(DgraphWarning, match="Mixture is PolicyMix since"):
+        assert old.Mixture is PolicyMix
     assert not edits(Plain())
     with pytest.raises(AttributeError, match="has no attribute 'edit'"):
         _ = old.edit

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from dgraph.plans.block_cache import BlockCache
 from dgraph.runtime.loop.scripted_policy import Script
-from dgraph.runtime.policies import Mixture, policy_key
+from dgraph.runtime.policies import PolicyMix, policy_key
 from dgraph.types.shapes import InputSpec
 
 
@@ -23,7 +23,7 @@ class BatchConfig:
         guided: every program runs once more without the prompts, with states of its own.
     """
 
-    policy: Mixture
+    policy: PolicyMix
     block_cache: BlockCache
     recommit: bool
     select_noise: bool

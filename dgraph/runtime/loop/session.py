@@ -34,7 +34,7 @@ from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.loop.transition_cache import Transitions
 from dgraph.runtime.loop.warm_up import Rehearsal, rehearsals
-from dgraph.runtime.policies import Mixture, Policy, statistics_of, traits_of
+from dgraph.runtime.policies import Policy, PolicyMix, statistics_of, traits_of
 from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_rows
 from dgraph.runtime.results import Ended, Generation, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
@@ -414,7 +414,7 @@ class BlockSession:
         sampled = any(chosen.sampling.temperature > 0 or traits_of(chosen.rule).renoises for chosen in decodings)
         given = self.block_cache, self.recommit, self.select_noise
         rule = BatchConfig(
-            Mixture.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop()
+            PolicyMix.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop()
         )
         return rule, self._programs_for(rule.policy, any(chosen.sampling.needs_logits for chosen in decodings))
 

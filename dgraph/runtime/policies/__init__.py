@@ -14,7 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.errors.former import tell_former
+from dgraph.errors.former import former_names, tell_former
 from dgraph.plugins import Table
 from dgraph.runtime.policies.autoregressive import Autoregressive, SelfSpeculation
 from dgraph.runtime.policies.base import (
@@ -37,7 +37,7 @@ from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
 from dgraph.runtime.policies.indel import JointThresholdInDel
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
-from dgraph.runtime.policies.mixture import Mixture, per_sequence, row_of, settings_spec, sub_blocks
+from dgraph.runtime.policies.mixture import PolicyMix, per_sequence, row_of, settings_spec, sub_blocks
 from dgraph.runtime.policies.renoise import Renoise
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask, SubBlocks
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
@@ -213,10 +213,13 @@ def _settable(rule: DecodeRule | type[DecodeRule]) -> dict[str, Field[Any]]:
     return {f.name: f for f in fields(rule) if f.name != "sampler" and f.init}
 
 
-def __getattr__(name: str) -> Callable[[Policy], bool]:
-    """The function that told a trait before there was `traits_of`."""
+_former = former_names(__name__, {"Mixture": "PolicyMix"})
+
+
+def __getattr__(name: str) -> Any:
+    """An object under its former name, or the function that told a trait before there was `traits_of`."""
     if name not in TRAITS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _former(name)
     tell_former(f"{__name__}.{name}", f"traits_of(policy).{name}")
     return lambda policy: getattr(traits_of(policy), name)
 
@@ -240,8 +243,8 @@ __all__ = [
     "HierarchicalRemask",
     "JointThreshold",
     "JointThresholdInDel",
-    "Mixture",
     "Policy",
+    "PolicyMix",
     "RelativeThreshold",
     "Renoise",
     "SelfSpeculation",

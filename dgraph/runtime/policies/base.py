@@ -50,9 +50,9 @@ class Candidates:
         editable: bool, for rules that edit: decoded, and not part of the prompt. For these rules, token and confidence
             also stand at decoded positions.
         passes: i64[b], for rules that edit: steps of this block that began without a mask.
-        kind: i64[b], index of each sequence's kind of rule in a `Mixture`.
+        kind: i64[b], index of each sequence's kind of rule in a `PolicyMix`.
         settings: by "{index of the kind}.{field}", float64[b] or int64[b], settings of each sequence for itself in a
-            `Mixture`; arbitrary for sequences of another kind.
+            `PolicyMix`; arbitrary for sequences of another kind.
         draw: i64, for rules that draw a canvas again, else None: a token drawn from the distribution, -1 without one;
             `token` is then the most likely token.
     """

@@ -65,7 +65,7 @@ def noting_none() -> Iterator[bool]:
 
 
 @dataclass(frozen=True)
-class Mixture:
+class PolicyMix:
     """A policy that decides for each sequence by its own kind of rule.
 
     It reads `Candidates.kind`, which may be None where there is one kind, and `Candidates.settings`. Every kind decides
@@ -85,25 +85,25 @@ class Mixture:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", tuple(map(kind_of, self.kinds)))
         if not self.kinds:
-            raise InputError("Mixture: kinds holds at least one policy, got none.")
+            raise InputError("PolicyMix: kinds holds at least one policy, got none.")
         for number, kind in enumerate(self.kinds):
             if _place(kind, self.kinds) < number:
                 raise InputError(
-                    f"Mixture: {kind!r} is there twice; policies that differ only in what each request sets for itself "
-                    f"are of one kind. Use Mixture.of, which drops such."
+                    f"PolicyMix: {kind!r} is there twice; policies that differ only in what each request sets for itself "
+                    f"are of one kind. Use PolicyMix.of, which drops such."
                 )
         statistics_of(self)  # raises where two kinds ask for others of one name
 
     @classmethod
-    def of(cls, policies: Sequence[Policy]) -> Mixture:
-        """Mixture of the policies' kinds, in the order of their first occurrence."""
+    def of(cls, policies: Sequence[Policy]) -> PolicyMix:
+        """PolicyMix of the policies' kinds, in the order of their first occurrence."""
         kinds = tuple(map(kind_of, policies))
         return cls(tuple(kind for number, kind in enumerate(kinds) if _place(kind, kinds) == number))
 
     @property
     def policy_key(self) -> Hashable:
         """See `dgraph.runtime.policies.policy_key`."""
-        return (Mixture, *map(policy_key, self.kinds))
+        return (PolicyMix, *map(policy_key, self.kinds))
 
     @property
     def needs(self) -> frozenset[str | Statistic]:
@@ -247,12 +247,12 @@ class Mixture:
         """
         if kind is None and len(self.kinds) > 1:
             raise InputError(
-                f"Mixture: candidates of {len(self.kinds)} kinds of rule say each sequence's kind, got none."
+                f"PolicyMix: candidates of {len(self.kinds)} kinds of rule say each sequence's kind, got none."
             )
         for name in settings_spec(self.kinds):
             if name not in settings:
                 raise InputError(
-                    f"Mixture: candidates have the setting {name!r} of each sequence, got {list(settings)}."
+                    f"PolicyMix: candidates have the setting {name!r} of each sequence, got {list(settings)}."
                 )
         return [
             with_settings(rule, {name: settings[_name(index, name)] for name in per_request(rule)})
@@ -270,7 +270,7 @@ class Mixture:
 
 def per_sequence(trait: Callable[[Traits], bool], policy: Policy, kind: Tensor) -> Tensor | bool:
     """bool[b]: a trait of the policy of each sequence, or one bool for all; kind i64[b] as in `Candidates`."""
-    several = policy.kind_traits if isinstance(policy, Mixture) else (traits_of(policy),)
+    several = policy.kind_traits if isinstance(policy, PolicyMix) else (traits_of(policy),)
     each = [trait(traits) for traits in several]
     if len(set(each)) == 1:
         return each[0]
@@ -283,7 +283,7 @@ def per_sequence(trait: Callable[[Traits], bool], policy: Policy, kind: Tensor) 
 
 def sub_blocks(policy: Policy, kind: Tensor) -> Tensor | None:
     """i64[b]: `DecodeRule.sub_block` of each sequence, 0 without one; None if no kind has one. kind i64[b]."""
-    kinds = policy.kinds if isinstance(policy, Mixture) else (policy,)
+    kinds = policy.kinds if isinstance(policy, PolicyMix) else (policy,)
     sizes = [getattr(each, "sub_block", None) or 0 for each in kinds]
     if not any(sizes):
         return None
@@ -305,7 +305,7 @@ def settings_spec(kinds: Sequence[Policy]) -> dict[str, torch.dtype]:
     }
 
 
-def row_of(mixture: Mixture, policy: Policy) -> tuple[int, dict[str, float | int]]:
+def row_of(mixture: PolicyMix, policy: Policy) -> tuple[int, dict[str, float | int]]:
     """Index of a request's kind, and its settings by the names of `settings_spec`.
 
     Raises:
@@ -315,7 +315,7 @@ def row_of(mixture: Mixture, policy: Policy) -> tuple[int, dict[str, float | int
     if index == len(mixture.kinds):
         raise InputError(
             f"this batch decodes by policies like {', '.join(map(repr, mixture.kinds))}, got {policy!r}, which is of "
-            f"another kind; make the batch with it (Mixture.of)."
+            f"another kind; make the batch with it (PolicyMix.of)."
         )
     return index, {_name(index, name): value for name, value in settings_of(policy).items()}
 

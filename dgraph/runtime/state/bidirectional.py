@@ -19,7 +19,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import rows_of, seen_of
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.policies import Candidates, Mixture, Policy, per_sequence
+from dgraph.runtime.policies import Candidates, Policy, PolicyMix, per_sequence
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.packed_rows import StepRows, choose, packed
 from dgraph.runtime.state.state_init import StateInit
@@ -231,6 +231,6 @@ class BidirectionalState(DecodeState):
 
     def _coming(self, policy: Policy) -> Tensor:
         known = self.block_masked, self.steps, self.decoded, self.order
-        if isinstance(policy, Mixture):
+        if isinstance(policy, PolicyMix):
             return policy.foresee(*known, self.kind, self.settings)
         return policy.foresee(*known)  # type: ignore[attr-defined,no-any-return]

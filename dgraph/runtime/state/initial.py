@@ -8,7 +8,7 @@ import torch
 
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
-from dgraph.runtime.policies import Mixture, row_of, settings_spec
+from dgraph.runtime.policies import PolicyMix, row_of, settings_spec
 from dgraph.runtime.requests import Request, Shape
 from dgraph.runtime.sampling.random_numbers import sequence_keys
 from dgraph.runtime.state.base import DecodeState
@@ -23,7 +23,7 @@ from dgraph.spec import ModelSpec
 def begin(
     requests: Sequence[Request],
     spec: ModelSpec,
-    mixture: Mixture,
+    mixture: PolicyMix,
     shape: Shape,
     *,
     plan: RowPlan | None,
@@ -81,7 +81,7 @@ def _kind_of(spec: ModelSpec) -> type[DecodeState]:
     return BlockCausalState if spec.attention == "block_causal" else BidirectionalState
 
 
-def write_request_settings(state: DecodeState, mixture: Mixture, requests: Sequence[Request]) -> None:
+def write_request_settings(state: DecodeState, mixture: PolicyMix, requests: Sequence[Request]) -> None:
     """Write the settings of requests into their state [b]; without requests, only make the tensors for later writes.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dgraph
 from dgraph.errors import InputError
-from dgraph.runtime.policies import ConfidenceThreshold, Mixture, kind_of, policy_of, row_of
+from dgraph.runtime.policies import ConfidenceThreshold, PolicyMix, kind_of, policy_of, row_of
 from dgraph.testing import TinyModel, check_against, check_backends_agree, check_batch_equals_alone, models, prompts
 
 MODELS = models("bidirectional")
@@ -101,11 +101,11 @@ def test_it_is_found_by_name() -> None:
 
 
 def test_among_other_rules_it_is_a_kind_of_its_own() -> None:
-    mixture = Mixture.of([ConfidenceThreshold(0.5), RULE, Klass(0.3, 0.5), ConfidenceThreshold(0.7), RULE])
+    mixture = PolicyMix.of([ConfidenceThreshold(0.5), RULE, Klass(0.3, 0.5), ConfidenceThreshold(0.7), RULE])
     assert mixture.kinds == tuple(map(kind_of, (ConfidenceThreshold(0.5), RULE, Klass(0.3, 0.5))))
     assert row_of(mixture, Klass(0.3, 0.5)) == (2, {})
     assert [each.name for each in mixture.carries] == ["1.calm", "2.calm"]
     tiny = MODELS[0]
-    want, found = (decoded(tiny, policy=policy) for policy in (RULE, Mixture((RULE,))))
+    want, found = (decoded(tiny, policy=policy) for policy in (RULE, PolicyMix((RULE,))))
     assert found.token_ids == want.token_ids
     assert found.stats.steps == want.stats.steps
