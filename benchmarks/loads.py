@@ -14,7 +14,7 @@ from dgraph.bench.arrivals import Lengths, drawn
 from dgraph.bench.load import named, shape_of
 from dgraph.bench.serve import LoadTest, prompts_for
 from dgraph.bench.traces import read_trace
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.models.shapes import SHAPES
 
 
@@ -58,7 +58,7 @@ def ready(args: argparse.Namespace, run: Run, scheduler: str, clients: int) -> L
     steps = None if trace is not None else args.steps
     decoding = dgraph.Decoding(policy=trace.script() if trace else None, steps=steps, ignore_eos=True)
     requests = drawn([0.0] * args.requests, Lengths(args.prompt), Lengths(args.tokens, "--tokens"), args.seed)
-    settings = EngineSettings(
+    settings = EngineConfig(
         max_sequences=args.sequences,
         max_tokens=max(request.prompt + request.new for request in requests),
         max_batched_rows=args.rows,

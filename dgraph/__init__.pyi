@@ -17,7 +17,8 @@ from dgraph.compiler.compilation import WarmUp as WarmUp
 from dgraph.compiler.phases import rewrite as rewrite
 from dgraph.compiler.saving import Saved as Saved
 from dgraph.compiler.saving import save_quantised as save_quantised
-from dgraph.engine.build import EngineSettings as EngineSettings
+from dgraph.engine.build import EngineConfig as EngineConfig
+from dgraph.engine.build import EngineConfig as EngineSettings
 from dgraph.engine.engine import Engine as Engine
 from dgraph.engine.io.events import Event as Event
 from dgraph.errors import DgraphError as DgraphError

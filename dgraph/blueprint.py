@@ -11,7 +11,7 @@ from dgraph.cache.store import open_store
 from dgraph.cache.upkeep import import_
 from dgraph.compiler.base_graph import Weights, quantising
 from dgraph.compiler.compilation import Compilation
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.engine.warm_up import warm_up
 from dgraph.errors import CacheError, InputError, UnknownName, warn
 from dgraph.recipes import RECIPES, builder_of, options_of
@@ -39,7 +39,7 @@ class Blueprint:
         weights: the format in which they are stored, see `dgraph.optimize`.
         facts: facts that override the model's own.
         compilation: see `Compilation`.
-        engine: see `EngineSettings`.
+        engine: see `EngineConfig`.
         shipped: a file that `dgraph cache export` wrote, whose artifacts are added to the cache before anything is
             compiled. Artifacts are code: name only a file whose author you trust. A file that cannot be used gives a
             warning, and the engines are then compiled where they are.
@@ -58,7 +58,7 @@ class Blueprint:
     weights: Weights = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     compilation: Compilation = field(default_factory=Compilation)
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     shipped: str | None = None
 
     def __post_init__(self) -> None:

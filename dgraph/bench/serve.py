@@ -10,7 +10,7 @@ from typing import Any
 from dgraph.bench.arrivals import Request, arrivals
 from dgraph.bench.load import prompts_of
 from dgraph.compiler.compiled_model import Optimized
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.engine.engine import Engine
 from dgraph.engine.io.events import Event
 from dgraph.engine.io.timings import Served, Summary, summarise
@@ -241,7 +241,7 @@ class LoadTest:
     requests: Sequence[Request]
     prompts: Sequence[Sequence[int]]
     decoding: Decoding
-    settings: EngineSettings = field(default_factory=EngineSettings)
+    settings: EngineConfig = field(default_factory=EngineConfig)
     limit: float | None = None
     warm_up: float = WARM_UP
 

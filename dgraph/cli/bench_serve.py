@@ -144,7 +144,7 @@ def serve(
     from dgraph.bench.report import machine
     from dgraph.cache.place import parse_size
     from dgraph.compiler.base_graph import quantising
-    from dgraph.engine.build import SEQUENCES, EngineSettings
+    from dgraph.engine.build import SEQUENCES, EngineConfig
     from dgraph.engine.scheduling.schedulers import scheduler_of
 
     options, facts = given.recipe_options(recipe, option, kv_dtype), given.facts(fact)
@@ -162,7 +162,7 @@ def serve(
     decoding, followed = workload.commits_of(commits, steps, threshold, 1, block)
     where = workload.device_of(device)
     slots = SEQUENCES.get(where.type, 16) if sequences is None else sequences
-    settings = EngineSettings(
+    settings = EngineConfig(
         max_sequences=slots,
         max_tokens=max_tokens,
         max_batched_rows=rows,

@@ -149,7 +149,7 @@ def generate(
             weights=weights,
             facts=facts,
             compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache, check=check),
-            engine=dgraph.EngineSettings(max_sequences=max_batch, block_length=block_length, decoding=decoding),
+            engine=dgraph.EngineConfig(max_sequences=max_batch, block_length=block_length, decoding=decoding),
         )
         with ranks(tp, device) as mesh:
             if leads():

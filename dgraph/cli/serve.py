@@ -208,7 +208,7 @@ def serve(
         from dgraph.blueprint import Blueprint
         from dgraph.cache.place import parse_size
         from dgraph.compiler.compilation import Compilation
-        from dgraph.engine.build import EngineSettings
+        from dgraph.engine.build import EngineConfig
         from dgraph.serve.connections import raise_file_limit
         from dgraph.serve.host import Host, bind
 
@@ -242,7 +242,7 @@ def serve(
         send_timeout=send_timeout,
         log_prompts=log_prompts,
     ).listening_at(host)
-    engine = EngineSettings(
+    engine = EngineConfig(
         max_sequences=max_sequences,
         max_tokens=max_tokens,
         max_batched_rows=max_batched_rows,

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from dgraph.compiler.compilation import Compilation
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.errors import UnknownName
 from dgraph.errors.foreign import HINTS
 from dgraph.recipes import RECIPES, Recipe, RecipeLike, RecipeOptions, check_recipe, options_of
@@ -86,7 +86,7 @@ def _homes() -> Mapping[str, str]:
         ((f.name for f in fields(Decoding)), "It is a setting of Optimized.generate."),
         ((f.name for f in fields(Compilation)), "It is an argument of dgraph.optimize."),
         (("dtype", "device", "tokenizer", "weights", "mesh"), "It is an argument of dgraph.optimize."),
-        ((f.name for f in fields(EngineSettings)), "It is a setting of Optimized.engine."),
+        ((f.name for f in fields(EngineConfig)), "It is a setting of Optimized.engine."),
         (("prompts", "input_ids", "canvas", "max_batch", "keep_kv"), "It is an argument of Optimized.generate."),
     ):
         found |= {name: home for name in names if name not in found}

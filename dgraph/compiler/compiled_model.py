@@ -14,7 +14,7 @@ from torch import Tensor
 from dgraph.compiler.arguments import arguments_of, check_keywords
 from dgraph.compiler.phases import graph_of_phase, rewrite, routed_blocks, scoring
 from dgraph.compiler.prompts import Prompts, encode_prompts, is_single
-from dgraph.engine.build import EngineSettings, build_engine
+from dgraph.engine.build import EngineConfig, build_engine
 from dgraph.engine.engine import Engine
 from dgraph.engine.memory.profile import profile
 from dgraph.errors import InputError
@@ -270,7 +270,7 @@ class Optimized(Described):
         cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
 
-    def engine(self, settings: EngineSettings | None = None, **keywords: Any) -> Engine:
+    def engine(self, settings: EngineConfig | None = None, **keywords: Any) -> Engine:
         """An engine: requests that come and go, decoded together, each as it would be alone.
 
             with opt.engine(max_sequences=16) as engine:
@@ -280,15 +280,15 @@ class Optimized(Described):
         references closes when its requests have ended.
 
         Args:
-            settings: see `EngineSettings`.
+            settings: see `EngineConfig`.
             keywords: instead, its fields by keyword.
 
         Raises:
             InputError: a setting out of range, or a model that is in use.
             UnknownName: an unknown setting or policy.
         """
-        check_keywords("setting of EngineSettings", keywords, arguments_of(EngineSettings), ("settings",))
-        chosen = settings_of(EngineSettings, settings, keywords)
+        check_keywords("setting of EngineConfig", keywords, arguments_of(EngineConfig), ("settings",))
+        chosen = settings_of(EngineConfig, settings, keywords)
         if chosen.max_logit_rows not in (None, self.recipe.logit_rows):
             return self.with_logit_rows(chosen.max_logit_rows).engine(chosen)
         block = chosen.block_length or self.spec.block_length

@@ -17,7 +17,7 @@ from dgraph.engine.scheduling.jobs import MIXED_ROWS, Budgets
 from dgraph.engine.scheduling.scheduler import Scheduler
 from dgraph.engine.scheduling.schedulers import SchedulingStrategy, scheduler_of
 from dgraph.errors import InputError, UnknownName
-from dgraph.errors.former import former_fields
+from dgraph.errors.former import former_fields, former_names
 from dgraph.lowering.program import Program
 from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
@@ -41,9 +41,12 @@ CPU_BYTES = 1 << 30
 """Default bytes of keys and values on a CPU."""
 
 
+__getattr__ = former_names(__name__, {"EngineSettings": "EngineConfig"})
+
+
 @former_fields(policy="scheduler")
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
+class EngineConfig:
     """Size of an engine, and the scheduler by which its requests run.
 
     Attributes:
@@ -123,7 +126,7 @@ class EngineSettings:
 
 def build_engine(
     session: BlockSession,
-    settings: EngineSettings,
+    settings: EngineConfig,
     *,
     model: str,
     recipe: str,
@@ -142,7 +145,7 @@ def build_engine(
 
 def build_core(
     session: BlockSession,
-    settings: EngineSettings,
+    settings: EngineConfig,
     *,
     tokenizer: Decoder | None,
     prepare: Callable[[Sequence[Decoding]], None],
@@ -153,7 +156,7 @@ def build_core(
 
     Args:
         session: the programs and memory; no other caller may use it while the engine is open.
-        settings: see `EngineSettings`.
+        settings: see `EngineConfig`.
         tokenizer: makes text of ids; None for no text.
         prepare: see `EngineCore`; called with the decoding of most requests.
         profiled: where the memory goes, for a number of rows and of sequences; asked on a GPU alone.

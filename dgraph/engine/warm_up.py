@@ -7,7 +7,7 @@ from dgraph.runtime.decoding import Decoding
 
 
 def warm_up(engine: Engine) -> None:
-    """Serve one request. The CUDA graphs of others are recorded where the engine is made (`EngineSettings.record`).
+    """Serve one request. The CUDA graphs of others are recorded where the engine is made (`EngineConfig.record`).
 
     Called on every rank; rank 0 asks.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dgraph.blueprint import Blueprint
 from dgraph.compiler.compilation import Compilation
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.errors import InputError
 from dgraph.ray.cluster import actor_options
 from dgraph.ray.installed import check_installed
@@ -37,7 +37,7 @@ def deployment(
     replicas: int | str = "auto",
     autoscaling: Mapping[str, Any] | None = None,
     tp: int = 1,
-    engine: EngineSettings | Mapping[str, Any] | None = None,
+    engine: EngineConfig | Mapping[str, Any] | None = None,
     server: ServeSettings | Mapping[str, Any] | None = None,
     shutdown_timeout: float = 30.0,
     name: str | None = None,
@@ -66,7 +66,7 @@ def deployment(
         autoscaling: fields of `ray.serve.config.AutoscalingConfig`. `target_ongoing_requests` is by default the number
             of requests that a replica decodes at the same time.
         tp: devices of a replica, all of one machine, among which its model is divided (see `dgraph.parallel`).
-        engine: see `EngineSettings`; queue is 1024 if it does not say.
+        engine: see `EngineConfig`; queue is 1024 if it does not say.
         server: see `ServeSettings`.
         shutdown_timeout: seconds that the requests of a replica may take when it is to go.
         name, dtype, facts, shipped: see `Blueprint`.
@@ -89,7 +89,7 @@ def deployment(
         device=device,
         facts=dict(facts or {}),
         compilation=Compilation(**compiled),
-        engine=_as(EngineSettings, engine),
+        engine=_as(EngineConfig, engine),
         shipped=shipped,
     )
     settings = _as(ServeSettings, server)

@@ -17,7 +17,7 @@ from dgraph.bench.arrivals import Request
 from dgraph.bench.load import endless
 from dgraph.bench.serve import LoadTest, cut, prompts_for, serve_load, steady
 from dgraph.bench.traces import synthesise
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.engine.engine import Engine
 from dgraph.engine.io.events import Event, Usage
 from dgraph.engine.io.timings import Served
@@ -72,9 +72,7 @@ def test_an_open_loop_says_how_every_request_fared(dense: Optimized, engine: Eng
 
 
 def test_a_closed_loop_has_as_many_requests_as_clients(dense: Optimized) -> None:
-    test = LoadTest(
-        dense, REQUESTS, prompts_of_requests(dense), SCRIPTED, EngineSettings(max_sequences=4, max_tokens=64)
-    )
+    test = LoadTest(dense, REQUESTS, prompts_of_requests(dense), SCRIPTED, EngineConfig(max_sequences=4, max_tokens=64))
     found = test.capacity("fcfs", 2)
     at_a_time = [sum(o.arrived <= s.arrived < o.ended for o in found.served) for s in found.served]
     assert max(at_a_time) == 2
@@ -98,7 +96,7 @@ def test_requests_that_are_due_together_are_planned_together(dense: Optimized) -
 
 
 def test_every_load_has_an_engine_of_its_own(dense: Optimized) -> None:
-    settings = EngineSettings(max_sequences=2, max_tokens=64, max_logit_rows=16)
+    settings = EngineConfig(max_sequences=2, max_tokens=64, max_logit_rows=16)
     test = LoadTest(dense, REQUESTS, prompts_of_requests(dense), SCRIPTED, settings)
     assert test.optimized.recipe.logit_rows == 16
     first, second = test.run("static", 200.0, count=2), test.run("look_ahead", count=3)

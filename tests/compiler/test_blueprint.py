@@ -13,11 +13,11 @@ from dgraph.cache.key import Key
 from dgraph.cache.store import Store
 from dgraph.cache.upkeep import entries, export
 from dgraph.compiler.compilation import Compilation
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.errors import DgraphWarning, InputError, UnknownName
 from dgraph.runtime.decoding import Decoding
 
-SMALL = EngineSettings(max_sequences=2, max_tokens=64)
+SMALL = EngineConfig(max_sequences=2, max_tokens=64)
 
 
 def test_each_recipe_has_an_engine_over_the_same_weights_and_its_own_options() -> None:

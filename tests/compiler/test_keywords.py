@@ -54,7 +54,7 @@ def test_a_foreign_name_is_answered_with_its_hint_everywhere(dense: dgraph.Optim
         lambda **given: dgraph.recipe("focus", dense.spec, **given),
         lambda **given: dgraph.explain(dense.model, **given),
     ]
-    if name not in {f.name for f in fields(dgraph.EngineSettings)}:
+    if name not in {f.name for f in fields(dgraph.EngineConfig)}:
         calls.append(dense.engine)
     if name not in arguments_of(dgraph.dump):
         calls.append(lambda **given: dgraph.dump(dense.model, "focus", **given))
@@ -66,7 +66,7 @@ def test_a_foreign_name_is_answered_with_its_hint_everywhere(dense: dgraph.Optim
 @pytest.mark.parametrize("name", HINTS)
 def test_a_hint_names_arguments_that_exist(name: str) -> None:
     samplers = {f.name for f in fields(dgraph.Sampler)}
-    engine = {f.name for f in fields(dgraph.EngineSettings)}
+    engine = {f.name for f in fields(dgraph.EngineConfig)}
     named = set(re.findall(r"\b([a-z_]+)=", HINTS[name])) | set(re.findall(r"^Use ([a-z_]+)\b", HINTS[name]))
     assert named <= OURS | samplers | engine
 

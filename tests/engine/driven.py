@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from dgraph.engine.build import EngineSettings, build_core
+from dgraph.engine.build import EngineConfig, build_core
 from dgraph.engine.core import EngineCore
 from dgraph.engine.io.events import Draft, Event
 from dgraph.engine.memory.profile import Profile
@@ -159,7 +159,7 @@ def driver_of(
     prepare: Callable[[Sequence[Decoding]], None] = no_preparation,
     **settings: Any,
 ) -> EngineCore:
-    chosen = EngineSettings(**settings)
+    chosen = EngineConfig(**settings)
     return build_core(session, chosen, tokenizer=Letters(), prepare=prepare, profiled=no_profile, clock=clock)
 
 

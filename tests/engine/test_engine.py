@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from dgraph.engine.build import EngineSettings, build_engine
+from dgraph.engine.build import EngineConfig, build_engine
 from dgraph.engine.engine import Engine, EngineClosed
 from dgraph.engine.io.events import Event
 from dgraph.engine.io.tickets import EngineRequest
@@ -60,7 +60,7 @@ class Served:
         engine = {"max_sequences": 2, "max_tokens": 64, **settings}
         self.engine: Engine = build_engine(
             self.session,
-            EngineSettings(**engine),
+            EngineConfig(**engine),
             model="fake",
             recipe="dense",
             tokenizer=Letters() if tokenizer is None else tokenizer or None,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dgraph.engine.build import PROMPT_ROWS, EngineSettings
+from dgraph.engine.build import PROMPT_ROWS, EngineConfig
 from dgraph.engine.scheduling.jobs import MIXED_ROWS
 from dgraph.errors import InputError
 from dgraph.runtime import BlockSession
@@ -303,7 +303,7 @@ def test_a_bidirectional_model_forwards_a_prompt_with_its_response() -> None:
 @pytest.mark.parametrize("wrong", [-1, 2.5, True, "many"])
 def test_wrong_values(wrong: Any) -> None:
     with pytest.raises(InputError, match=r"max_mixed_rows must be a whole number, at least 0 \(every prompt .*\), got"):
-        EngineSettings(max_mixed_rows=wrong)
+        EngineConfig(max_mixed_rows=wrong)
 
 
 def test_there_is_no_more_room_for_prompts_than_steps_leave() -> None:

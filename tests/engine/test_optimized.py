@@ -250,7 +250,7 @@ def test_threads_that_ask_for_the_same_program_at_once_lower_it_once(monkeypatch
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_sequence": 3}, "unknown setting of EngineSettings 'max_sequence'. Did you mean 'max_sequences'"),
+        ({"max_sequence": 3}, "unknown setting of EngineConfig 'max_sequence'. Did you mean 'max_sequences'"),
         ({"scheduler": "lookahead"}, "unknown scheduler 'lookahead'. Did you mean 'look_ahead'"),
         ({"kv_bytes": 100}, "kv_bytes=100 does not hold one page"),
         ({"max_tokens": 1 << 20}, "max_tokens=1048576 is more than the"),

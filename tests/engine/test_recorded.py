@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dgraph.compiler.compiled_model import Optimized
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -137,4 +137,4 @@ def test_without_graphs_there_is_nothing_to_record() -> None:
     with pytest.raises(InputError, match="buckets of kind 'exact' cannot be prepared ahead"):
         driver_of(session_of("sdar", "dense", pool, "exact"), record=True, **SETTINGS)
     with pytest.raises(InputError, match="record is true or false, got 1"):
-        EngineSettings(record=1)  # type: ignore[arg-type]
+        EngineConfig(record=1)  # type: ignore[arg-type]

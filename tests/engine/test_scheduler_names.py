@@ -8,32 +8,42 @@ from typing import Any
 
 import pytest
 
+import dgraph
+import dgraph.engine.build as build
 import dgraph.engine.scheduling.schedulers as schedulers
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.engine.scheduling.schedulers import SCHEDULERS, SchedulingStrategy, scheduler_of
 from dgraph.errors import DgraphWarning, UnknownName
 from dgraph.settings import settings_of
 
 
 def test_settings_take_the_old_keyword() -> None:
-    told = pytest.warns(DgraphWarning, match=r"EngineSettings.policy.* is scheduler.* since version 0\.2")
+    told = pytest.warns(DgraphWarning, match=r"EngineConfig.policy.* is scheduler.* since version 0\.2")
     with told:
-        old: EngineSettings = EngineSettings(policy="fcfs", queue=3)  # type: ignore[call-arg]
-    assert old == EngineSettings(scheduler="fcfs", queue=3)
+        old: EngineConfig = EngineConfig(policy="fcfs", queue=3)  # type: ignore[call-arg]
+    assert old == EngineConfig(scheduler="fcfs", queue=3)
     with told:
         assert old.policy == "fcfs"  # type: ignore[attr-defined]
     with told:
-        assert replace(old, policy="static") == EngineSettings(scheduler="static", queue=3)  # type: ignore[call-arg]
+        assert replace(old, policy="static") == EngineConfig(scheduler="static", queue=3)  # type: ignore[call-arg]
     with told:
-        assert settings_of(EngineSettings, None, {"policy": "static"}) == EngineSettings(scheduler="static")
+        assert settings_of(EngineConfig, None, {"policy": "static"}) == EngineConfig(scheduler="static")
     with pytest.raises(UnknownName, match="unknown scheduler 'lifo'"), told:
-        EngineSettings(policy="lifo")  # type: ignore[call-arg]
+        EngineConfig(policy="lifo")  # type: ignore[call-arg]
+
+
+def test_settings_have_their_former_names() -> None:
+    told = pytest.warns(DgraphWarning, match=r"EngineSettings is EngineConfig since version 0\.2")
+    with told:
+        assert vars(dgraph)["__getattr__"]("EngineSettings") is EngineConfig
+    with told:
+        assert vars(build)["__getattr__"]("EngineSettings") is EngineConfig
 
 
 def test_the_present_names_warn_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        settings = replace(EngineSettings(queue=3), scheduler="fcfs")
+        settings = replace(EngineConfig(queue=3), scheduler="fcfs")
         assert (settings.scheduler, scheduler_of("fcfs")) == ("fcfs", SCHEDULERS["fcfs"]())
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dgraph.blueprint import Blueprint
 from dgraph.cli.app import app
-from dgraph.engine.build import EngineSettings
+from dgraph.engine.build import EngineConfig
 from dgraph.errors import InputError, UnknownName
 from dgraph.ray import build, deployment
 from dgraph.ray.application import BESIDE, QUEUE, capacity, serve_options
@@ -24,7 +24,7 @@ from dgraph.ray.host import reason_of
 from dgraph.ray.ranks import ALL_VISIBLE, placement
 
 ROOT = Path(__file__).parents[2]
-TINY = Blueprint(model="tiny_sdar", engine=EngineSettings(max_sequences=4, queue=10))
+TINY = Blueprint(model="tiny_sdar", engine=EngineConfig(max_sequences=4, queue=10))
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: pip install -e '.[test]'")
 
 
@@ -36,8 +36,8 @@ def options(blueprint: Blueprint = TINY, **changes: Any) -> dict[str, Any]:
 def test_a_replica_is_given_what_its_engine_has_room_for_and_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DGRAPH_CACHE")
     assert capacity(TINY) == 4 + 10
-    assert capacity(replace(TINY, engine=EngineSettings())) == 16 + QUEUE
-    assert capacity(replace(TINY, engine=EngineSettings(), device="cuda")) == 64 + QUEUE
+    assert capacity(replace(TINY, engine=EngineConfig())) == 16 + QUEUE
+    assert capacity(replace(TINY, engine=EngineConfig(), device="cuda")) == 64 + QUEUE
     assert capacity(replace(TINY, recipes=("focus", "dense"))) == 2 * (4 + 10)
     assert options() == {
         "num_replicas": 2,
@@ -93,7 +93,7 @@ def test_ranks_have_a_bundle_each_on_one_machine() -> None:
         ({"recipe": "focsu"}, UnknownName, "unknown recipe 'focsu'. Did you mean 'focus'"),
         ({"alhpa": 1}, UnknownName, "unknown option of 'focus' 'alhpa'. Did you mean 'alpha'"),
         ({"dtype": "int8"}, UnknownName, "unknown dtype 'int8'"),
-        ({"engine": {"slots": 3}}, UnknownName, "unknown setting of EngineSettings 'slots'"),
+        ({"engine": {"slots": 3}}, UnknownName, "unknown setting of EngineConfig 'slots'"),
         ({"server": {"max_n": 0}}, InputError, "max_n must be a whole number, at least 1, got 0"),
         ({"recipe": []}, InputError, "recipes are names, at least one of them"),
     ],

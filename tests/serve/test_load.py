@@ -19,7 +19,7 @@ from dgraph.bench.serve import LoadTest, prompts_for
 def test_both_arms_are_served_the_same(sdar: dgraph.Optimized, tmp_path: Path) -> None:
     requests = [Request(0.0, 8, 8) for _ in range(4)]
     decoding = dgraph.Decoding(steps=2, ignore_eos=True)
-    settings = dgraph.EngineSettings(max_sequences=2, max_tokens=64)
+    settings = dgraph.EngineConfig(max_sequences=2, max_tokens=64)
     test = LoadTest(sdar, requests, prompts_for(sdar.model, requests), decoding, settings)
     run = Run(Namespace(seconds=None, json=tmp_path / "out.json", markdown=None), "A trial")
     arms = measure(run, test, clients=2, rounds=1, think=0.001)
