@@ -130,13 +130,13 @@ def with_words(test: LoadTest) -> LoadTest:
 
 def measure(run: Run, test: LoadTest, clients: int, rounds: int, think: float = 0.0) -> list[Arm]:
     """Both arms in turns, after a brief one of each; those that were begun in time."""
-    from dgraph.serve import ServeSettings
+    from dgraph.serve import ServerConfig
     from dgraph.serve.host import Host, bind
 
     arms: list[Arm] = []
     if run.late("the server"):
         return arms
-    settings = ServeSettings(decoding=replace(test.decoding, ignore_eos=True), max_body_bytes=64 << 20)
+    settings = ServerConfig(decoding=replace(test.decoding, ignore_eos=True), max_body_bytes=64 << 20)
     host, up, url = Host(bind("127.0.0.1", 0), settings, 5.0), threading.Event(), []
     brief = 2 * test.optimized.spec.block_length
     few = first_of(test, 2 * clients)

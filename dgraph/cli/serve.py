@@ -202,7 +202,7 @@ def serve(
     dgraph serve tiny_sdar --ray --replicas 2
     """
     with _ended_by_sigterm():  # imports take seconds; the server that they bring drains
-        from dgraph.serve import ServeSettings, check_installed
+        from dgraph.serve import ServerConfig, check_installed
 
         check_installed()
         from dgraph.blueprint import Blueprint
@@ -224,7 +224,7 @@ def serve(
         raise InputError(
             "the recipes share the memory of the GPU: say with --kv how much each has for keys and values."
         )
-    settings = ServeSettings(
+    settings = ServerConfig(
         api_keys=_keys(api_key, api_key_file),
         max_body_bytes=parse_size(max_body, "--max-body"),
         max_prompt_tokens=max_prompt_tokens,

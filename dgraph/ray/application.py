@@ -16,7 +16,7 @@ from dgraph.ray.ranks import check_ranks, placement
 from dgraph.ray.replica import Replica
 from dgraph.runtime.decoding import Decoding
 from dgraph.serve import check_installed as check_server_installed
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from dgraph.settings import DtypeLike, settings_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def deployment(
     autoscaling: Mapping[str, Any] | None = None,
     tp: int = 1,
     engine: EngineConfig | Mapping[str, Any] | None = None,
-    server: ServeSettings | Mapping[str, Any] | None = None,
+    server: ServerConfig | Mapping[str, Any] | None = None,
     shutdown_timeout: float = 30.0,
     name: str | None = None,
     dtype: DtypeLike = None,
@@ -67,7 +67,7 @@ def deployment(
             of requests that a replica decodes at the same time.
         tp: devices of a replica, all of one machine, among which its model is divided (see `dgraph.parallel`).
         engine: see `EngineConfig`; queue is 1024 if it does not say.
-        server: see `ServeSettings`.
+        server: see `ServerConfig`.
         shutdown_timeout: seconds that the requests of a replica may take when it is to go.
         name, dtype, facts, shipped: see `Blueprint`.
         device: "cpu" or "cuda"; on a GPU each replica has one of its own (num_gpus=1).
@@ -92,7 +92,7 @@ def deployment(
         engine=_as(EngineConfig, engine),
         shipped=shipped,
     )
-    settings = _as(ServeSettings, server)
+    settings = _as(ServerConfig, server)
     return application(
         blueprint,
         settings,
@@ -125,7 +125,7 @@ def build(arguments: Mapping[str, Any]) -> Application:
 
 def application(
     blueprint: Blueprint,
-    settings: ServeSettings,
+    settings: ServerConfig,
     *,
     replicas: int | str = "auto",
     autoscaling: Mapping[str, Any] | None = None,

@@ -19,7 +19,7 @@ from dgraph.ray.cluster import actor_options, check_room, joined, needs, room
 from dgraph.ray.installed import check_installed
 from dgraph.ray.ranks import check_ranks
 from dgraph.serve.host import address, bind
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -36,7 +36,7 @@ class Stopped(BaseException):
 
 def serve_with(
     blueprint: Blueprint,
-    settings: ServeSettings,
+    settings: ServerConfig,
     *,
     replicas: int | str,
     tp: int,

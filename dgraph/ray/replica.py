@@ -12,7 +12,7 @@ from dgraph.engine.engine import EngineClosed
 from dgraph.ray.ranks import engines
 from dgraph.serve.access_log import to_stderr
 from dgraph.serve.lifetime import Lifetime
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 
 LOGGER = logging.getLogger("ray.serve")
 """Logger that Serve writes to the log of a replica."""
@@ -28,7 +28,7 @@ class Replica:
         access_log: True for a line on stderr on each request.
     """
 
-    def __init__(self, blueprint: Blueprint, settings: ServeSettings, ranks: int, access_log: bool):
+    def __init__(self, blueprint: Blueprint, settings: ServerConfig, ranks: int, access_log: bool):
         self._settings, self.lifetime, self._open = settings, Lifetime(), ExitStack()
         self._open.enter_context(to_stderr(access_log))
         built, self._others = engines(blueprint, ranks, lambda what: LOGGER.info("%s", what))

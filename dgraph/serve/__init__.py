@@ -15,29 +15,32 @@ from typing import TYPE_CHECKING, Any
 
 from dgraph.engine.engine import Engine
 from dgraph.errors import InputError
-from dgraph.serve.settings import ServeSettings
+from dgraph.errors.former import former_names
+from dgraph.serve.settings import ServerConfig
 from dgraph.settings import settings_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = ["ServeSettings", "app"]
+__all__ = ["ServerConfig", "app"]
+
+__getattr__ = former_names(__name__, {"ServeSettings": "ServerConfig"})
 
 
-def app(engines: Engine | Mapping[str, Engine], settings: ServeSettings | None = None, **keywords: Any) -> FastAPI:
+def app(engines: Engine | Mapping[str, Engine], settings: ServerConfig | None = None, **keywords: Any) -> FastAPI:
     """An ASGI application over open engines. The application never closes them: the caller does.
 
     Args:
         engines: one, served under the name of its model, or several by the names that clients call them. The first
             answers requests that name no model.
-        settings: see `ServeSettings`.
-        keywords: fields of `ServeSettings`, in place of `settings`.
+        settings: see `ServerConfig`.
+        keywords: fields of `ServerConfig`, in place of `settings`.
 
     Raises:
         InputError: no engine, a setting out of range, or the extra `serve` is not installed.
         UnknownName: an unknown setting.
     """
-    chosen = settings_of(ServeSettings, settings, keywords)
+    chosen = settings_of(ServerConfig, settings, keywords)
     named = {engines.model: engines} if isinstance(engines, Engine) else dict(engines)
     if not named:
         raise InputError("a server needs at least one engine, got none.")

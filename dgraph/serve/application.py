@@ -23,7 +23,7 @@ from dgraph.serve.protocol import OWN, ChatRequest, CompletionRequest, kind_of
 from dgraph.serve.refusal import Refusal
 from dgraph.serve.running import HttpStream
 from dgraph.serve.served_model import ServedModel
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from dgraph.serve.streams import RefusalResponse, StreamResponse, WholeResponse
 from dgraph.serve.translate import ParsedRequest, parsed_chat, parsed_completion
 from dgraph.serve.turns import Turns
@@ -40,7 +40,7 @@ SECURE = {
 """Headers of the page and its files: nothing comes from another host."""
 
 
-def build(lifetime: Lifetime, settings: ServeSettings) -> FastAPI:
+def build(lifetime: Lifetime, settings: ServerConfig) -> FastAPI:
     """Build the application over the models of a lifetime, now and later. Its `state` has `lifetime`."""
     version = importlib.metadata.version("dgraph")
     app = Documented(settings, title="dgraph", version=version, docs_url=None, redoc_url=None)
@@ -97,7 +97,7 @@ def _add_status(app: FastAPI, lifetime: Lifetime, metrics: Metrics) -> None:
         return lifetime.model(name).describe()
 
 
-def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics, turns: Turns) -> None:
+def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServerConfig, metrics: Metrics, turns: Turns) -> None:
     async def answer(
         request: Request, name: str | None, translate: Callable[[ServedModel], ParsedRequest], kind: type[Answer]
     ) -> Response:
@@ -134,7 +134,7 @@ def _add_answers(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metr
         return await answer(request, body.model, lambda model: parsed_chat(body, model, settings), Chat)
 
 
-def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, metrics: Metrics, turns: Turns) -> None:
+def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServerConfig, metrics: Metrics, turns: Turns) -> None:
     @app.post("/v1/decisions")
     async def decisions(request: Request, body: DecisionRequest) -> Response:
         """The probabilities of given answers, in one forward for each question."""
@@ -151,7 +151,7 @@ def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServeSettings, me
             lifetime.leave(deciding)
 
 
-def _note(record: Record, model: ServedModel, order: ParsedRequest, settings: ServeSettings) -> None:
+def _note(record: Record, model: ServedModel, order: ParsedRequest, settings: ServerConfig) -> None:
     """Add a request's model, stream flag, prompt tokens and, if set, prompts to its line of the log."""
     record.facts |= {"model": model.id, "stream": order.stream, "prompt_tokens": sum(map(len, order.prompts))}
     if settings.log_prompts:

@@ -17,7 +17,7 @@ from dgraph.serve.access_log import Record
 from dgraph.serve.guard import CROWDED
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.refusal import Refusal
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 
 if sys.platform != "win32":
     import resource
@@ -66,7 +66,7 @@ class Crowd:
         most: connections that there may be.
     """
 
-    def __init__(self, settings: ServeSettings, lifetime: Lifetime, most: int):
+    def __init__(self, settings: ServerConfig, lifetime: Lifetime, most: int):
         self.settings, self.lifetime, self._most = settings, lifetime, most
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}  # in the order in which they began to wait

@@ -21,7 +21,7 @@ from dgraph.serve.neutral import DECISION, TURN
 from dgraph.serve.protocol import CONTENT, Fields, Listed, Name, Part, Text, one_of
 from dgraph.serve.refusal import Refusal, bad_field, not_now, shut_down
 from dgraph.serve.served_model import ServedModel, size_of
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from dgraph.serve.translate import check_prompt, text_of
 
 TEXTS = ("input_text", "output_text", "text")
@@ -116,7 +116,7 @@ class Deciding:
         settings: limits of a prompt's length and of a body's bytes.
     """
 
-    def __init__(self, body: DecisionRequest, model: ServedModel, settings: ServeSettings):
+    def __init__(self, body: DecisionRequest, model: ServedModel, settings: ServerConfig):
         self._body, self._model, self._settings = body, model, settings
         self._asked: list[Asked] = []
         self._answers: list[Answer] = []

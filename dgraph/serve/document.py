@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from dgraph.serve.access_log import PROBES
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 
 REFERENCE = "#/components/schemas/{model}"
 UNUSED = ("HTTPValidationError", "ValidationError")
@@ -315,7 +315,7 @@ class Documented(FastAPI):
         settings: what the server allows.
     """
 
-    def __init__(self, settings: ServeSettings, **options: Any):
+    def __init__(self, settings: ServerConfig, **options: Any):
         super().__init__(**options)
         self._settings = settings
 

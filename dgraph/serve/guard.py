@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dgraph.serve.access_log import PROBES, Record
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.refusal import Refusal, unavailable
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from dgraph.serve.streams import RefusalResponse
 
 LOGGER = logging.getLogger("dgraph.serve")
@@ -47,7 +47,7 @@ class Guard:
     Every request has a `Record` in its scope, under "record", to which the handler adds facts.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, lifetime: Lifetime):
+    def __init__(self, app: ASGIApp, settings: ServerConfig, lifetime: Lifetime):
         self._app, self._settings, self._lifetime = app, settings, lifetime
         self._keys = [sha256(key.encode()).digest() for key in settings.api_keys]
         self._hosts = frozenset(map(_name, settings.allowed_hosts))

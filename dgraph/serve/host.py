@@ -17,7 +17,7 @@ from dgraph.errors import InputError
 from dgraph.serve.application import build
 from dgraph.serve.connections import Crowd, room_for
 from dgraph.serve.lifetime import Lifetime
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -88,7 +88,7 @@ class Host(uvicorn.Server):
         shutdown_timeout: seconds that requests may take after the first signal.
     """
 
-    def __init__(self, listener: socket.socket, settings: ServeSettings, shutdown_timeout: float):
+    def __init__(self, listener: socket.socket, settings: ServerConfig, shutdown_timeout: float):
         self.lifetime = Lifetime()
         settings = settings.listening_at(listener.getsockname()[0])
         crowd = Crowd(settings, self.lifetime, room_for(settings.max_connections))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dgraph.errors import InputError
+from dgraph.errors.former import former_names
 from dgraph.runtime.decoding import Decoding
 
 COUNTS = {
@@ -32,9 +33,11 @@ EVERYWHERE = ("", "0.0.0.0", "::")
 HOST = re.compile(r"[^\s/:@\[\]]+|\[[^\s/\]]+\]")
 """A name or an address as a Host header has it, without a port."""
 
+__getattr__ = former_names(__name__, {"ServeSettings": "ServerConfig"})
+
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings:
+class ServerConfig:
     """Access, size limits, time limits and decoding defaults of a server.
 
     Attributes:
@@ -112,7 +115,7 @@ class ServeSettings:
             if type(value) not in (int, float) or not 0 < value < math.inf:
                 raise InputError(f"{name} must be a positive number of seconds, got {value!r}.")
 
-    def listening_at(self, host: str) -> ServeSettings:
+    def listening_at(self, host: str) -> ServerConfig:
         """The settings of a server that listens at a host, a name or an address.
 
         Without keys it answers to the host and to the names of the machine itself, beside `allowed_hosts`. The names

@@ -13,7 +13,7 @@ from dgraph.serve.neutral import TEMPLATE
 from dgraph.serve.protocol import Asked, ChatRequest, CompletionRequest, named
 from dgraph.serve.refusal import Refusal, bad_field
 from dgraph.serve.served_model import ServedModel
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 
 COMPLETION_TOKENS = 16
 """Default new tokens of a completion, as in OpenAI's API."""
@@ -61,7 +61,7 @@ class ParsedRequest:
     logprobs: int | None
 
 
-def parsed_completion(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> ParsedRequest:
+def parsed_completion(body: CompletionRequest, model: ServedModel, settings: ServerConfig) -> ParsedRequest:
     """The order of a completion; raises `Refusal`."""
     prompts, texts = _prompts(body, model, settings)
     if body.logprobs is not None:
@@ -73,7 +73,7 @@ def parsed_completion(body: CompletionRequest, model: ServedModel, settings: Ser
     return _order(body, model, settings, prompts, texts if body.echo else None, wanted, body.logprobs)
 
 
-def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServeSettings) -> ParsedRequest:
+def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServerConfig) -> ParsedRequest:
     """The order of a chat; raises `Refusal`."""
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "top_logprobs needs logprobs to be true.")
@@ -158,7 +158,7 @@ def text_of(content: str | list[Any] | None, field: str, kinds: Collection[str] 
     return "".join(part.text for part in content)
 
 
-def _prompts(body: CompletionRequest, model: ServedModel, settings: ServeSettings) -> tuple[list[list[int]], list[str]]:
+def _prompts(body: CompletionRequest, model: ServedModel, settings: ServerConfig) -> tuple[list[list[int]], list[str]]:
     """Ids and text of every prompt."""
     given: Any = body.prompt
     several = list(given) if isinstance(given, list) and (not given or not isinstance(given[0], int)) else [given]
@@ -176,7 +176,7 @@ def _prompts(body: CompletionRequest, model: ServedModel, settings: ServeSetting
 def _order(
     body: Asked,
     model: ServedModel,
-    settings: ServeSettings,
+    settings: ServerConfig,
     prompts: list[list[int]],
     texts: list[str] | None,
     wanted: int,
@@ -233,7 +233,7 @@ def _canvas(body: Asked, model: ServedModel) -> list[int | None] | None:
     return positions
 
 
-def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedModel, settings: ServeSettings) -> None:
+def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedModel, settings: ServerConfig) -> None:
     room = model.engine.max_tokens
     if not ids:
         raise bad_field(where, "a prompt has at least one token, got an empty one.")
@@ -247,14 +247,14 @@ def _check_length(ids: Sequence[int], wanted: int, where: str, model: ServedMode
         )
 
 
-def check_prompt(ids: Sequence[int], where: str, settings: ServeSettings) -> None:
+def check_prompt(ids: Sequence[int], where: str, settings: ServerConfig) -> None:
     """Raise `Refusal` for a prompt that is longer than a server allows. where: the request's field that has it."""
     most = settings.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise bad_field(where, f"a prompt has at most {most} tokens here, got {len(ids)}.", "context_length_exceeded")
 
 
-def _decoding(body: Asked, settings: ServeSettings, wanted: int) -> Decoding:
+def _decoding(body: Asked, settings: ServerConfig, wanted: int) -> Decoding:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > settings.max_stops:
         raise bad_field("stop", f"a request has at most {settings.max_stops} stop texts here, got {len(stops)}.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from dgraph.engine.engine import Engine
 from dgraph.serve.host import Host, bind
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from tests.engine.driven import Letters
 from tests.engine.test_engine import Served
 
@@ -28,7 +28,7 @@ class Live:
 
     def __init__(self, engines: Mapping[str, Engine], shutdown_timeout: float = WAIT, **settings: Any):
         self.engines = dict(engines)
-        self.host = Host(bind("127.0.0.1", 0), ServeSettings(**settings), shutdown_timeout)
+        self.host = Host(bind("127.0.0.1", 0), ServerConfig(**settings), shutdown_timeout)
         self._ready = threading.Event()
         self._addresses: list[str] = []
         self._thread = threading.Thread(target=self._serve, args=(engines,))

@@ -12,7 +12,7 @@ import pytest
 import dgraph
 from dgraph.serve.protocol import CompletionRequest
 from dgraph.serve.served_model import ServedModel
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from dgraph.serve.translate import parsed_completion
 from tests.serve.asking import SORTED, WORDS, chat, chunks_of, complete, refused
 from tests.serve.live import Live
@@ -220,7 +220,7 @@ def test_a_response_of_at_least_so_many_tokens(http: httpx.Client) -> None:
 
 
 def test_what_a_server_decodes_by_unless_a_request_says_otherwise(live: Live) -> None:
-    usual = ServeSettings(decoding=dgraph.Decoding(steps=4, top_k=5, temperature=0.0))
+    usual = ServerConfig(decoding=dgraph.Decoding(steps=4, top_k=5, temperature=0.0))
     model = live.host.lifetime.models["tiny_sdar"]
 
     def decoding(**fields: Any) -> dgraph.Decoding:

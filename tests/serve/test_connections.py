@@ -22,7 +22,7 @@ from dgraph.serve.connections import Crowd, raise_file_limit, room_for
 from dgraph.serve.host import bind
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.running import BEHIND, HttpStream
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from tests.serve.asking import complete, refused
 from tests.serve.live import WAIT, Held, taken, until
 
@@ -186,7 +186,7 @@ class Endless:
 
     def __init__(self, **settings: Any):
         self.lifetime = Lifetime()
-        crowd = Crowd(ServeSettings(**settings), self.lifetime, 10)
+        crowd = Crowd(ServerConfig(**settings), self.lifetime, 10)
         config = uvicorn.Config(self._app, http=crowd.protocol(), ws="none", log_config=None, lifespan="off")
         self._server, self.listener = uvicorn.Server(config), bind("127.0.0.1", 0)
         self._thread = threading.Thread(target=self._server.run, args=([self.listener],))

@@ -16,7 +16,7 @@ from dgraph.serve.neutral import ASKED
 from dgraph.serve.protocol import ChatRequest, CompletionRequest
 from dgraph.serve.refusal import Refusal
 from dgraph.serve.served_model import ServedModel
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from dgraph.serve.translate import parsed_chat
 from tests.serve.asking import SORTED, WORDS, chat, complete, refused
 from tests.serve.live import WAIT, Live
@@ -72,7 +72,7 @@ def tokenizer(model: ServedModel) -> FileTokenizer:
 def prompt(model: ServedModel, messages: Any = (ASK,), **fields: Any) -> list[int]:
     """Ids of a chat's prompt."""
     body = ChatRequest.model_validate({"messages": list(messages), **fields})
-    return parsed_chat(body, model, ServeSettings()).prompts[0]
+    return parsed_chat(body, model, ServerConfig()).prompts[0]
 
 
 def fault(model: ServedModel, messages: Any = (ASK,), **fields: Any) -> tuple[str | None, str]:

@@ -19,7 +19,7 @@ from dgraph.engine.io.tickets import EngineRequest
 from dgraph.errors import InputError
 from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.serve.host import Host, address, bind
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from tests.engine.test_engine import Served
 from tests.serve.asking import chunks_of, complete, refused
 from tests.serve.live import WAIT, Held, taken, until
@@ -261,7 +261,7 @@ def test_a_server_whose_engine_has_died_ends_with_its_error(monkeypatch: pytest.
     served, addresses, ended = Served(), queue.SimpleQueue[str](), queue.SimpleQueue[BaseException]()
 
     def serve() -> None:
-        host = Host(bind("127.0.0.1", 0), ServeSettings(), WAIT)
+        host = Host(bind("127.0.0.1", 0), ServerConfig(), WAIT)
         try:
             host.serve_with(lambda tell: {"fake": served.engine}, lambda what: None, addresses.put)
         except BaseException as error:
@@ -307,7 +307,7 @@ def test_answers_are_sent_at_once(held: Held) -> None:
 def test_the_port_answers_while_the_model_loads() -> None:
     listener = bind("127.0.0.1", 0)
     url, go, told = address(listener), threading.Event(), []
-    host = Host(listener, ServeSettings(), 1.0)
+    host = Host(listener, ServerConfig(), 1.0)
     model = Held()
 
     def load(tell: Any) -> Any:
@@ -337,11 +337,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         raise InputError("no such model")
 
     with pytest.raises(InputError, match="no such model"):
-        Host(bind("127.0.0.1", 0), ServeSettings(), 1.0).serve_with(load, print, print)
+        Host(bind("127.0.0.1", 0), ServerConfig(), 1.0).serve_with(load, print, print)
 
 
 def test_a_signal_while_it_loads_ends_the_loading() -> None:
-    host, begun = Host(bind("127.0.0.1", 0), ServeSettings(), 1.0), threading.Event()
+    host, begun = Host(bind("127.0.0.1", 0), ServerConfig(), 1.0), threading.Event()
 
     def load(tell: Any) -> Any:
         begun.set()

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from dgraph.serve.access_log import to_stderr
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 from tests.serve.asking import complete, refused
 from tests.serve.live import WAIT, Held
 
@@ -46,7 +46,7 @@ def test_a_page_elsewhere_cannot_ask_by_a_name_of_its_own(http: httpx.Client, ho
 
 
 def test_hosts_by_where_a_server_listens() -> None:
-    plain, named = ServeSettings(), ServeSettings(allowed_hosts=["a.example"])
+    plain, named = ServerConfig(), ServerConfig(allowed_hosts=["a.example"])
     assert plain.listening_at("127.0.0.1").allowed_hosts == OWN
     assert plain.listening_at("192.168.0.7").allowed_hosts == (*OWN, "192.168.0.7")
     assert plain.listening_at("fe80::1").allowed_hosts == (*OWN, "[fe80::1]")
@@ -54,7 +54,7 @@ def test_hosts_by_where_a_server_listens() -> None:
     for everywhere in ("0.0.0.0", "::", ""):
         assert plain.listening_at(everywhere).allowed_hosts == (), "whose names are not known"
         assert named.listening_at(everywhere).allowed_hosts == ("a.example", *OWN)
-    assert ServeSettings(api_keys=["k"]).listening_at("127.0.0.1").allowed_hosts == (), "no page has the key"
+    assert ServerConfig(api_keys=["k"]).listening_at("127.0.0.1").allowed_hosts == (), "no page has the key"
 
 
 def test_any_host_where_that_is_said() -> None:
