@@ -28,7 +28,7 @@ from torch import Tensor
 import dgraph
 from benchmarks.tables import Cell, Report
 from dgraph.bench.floor import work_of
-from dgraph.bench.products import PolicyMix
+from dgraph.bench.products import Mixture
 from dgraph.compiler.compiled_model import Optimized
 from dgraph.errors import InputError
 from dgraph.lowering.executor import LoweredProgram
@@ -97,11 +97,11 @@ def products(program: LoweredProgram, rows: Sequence[int]) -> Callable[[], None]
     pairs: list[tuple[Tensor, Tensor]] = []
     for shapes, count in zip(work.products, rows, strict=True):
         for shape, times in shapes.items():
-            if isinstance(shape, PolicyMix):
+            if isinstance(shape, Mixture):
                 raise InputError("the products of experts depend on the routing; take a model without experts.")
             pairs += [(torch.randn(count, shape[1]), torch.randn(shape).t()) for _ in range(times)]
     if work.head is not None:
-        assert not isinstance(work.head, PolicyMix)
+        assert not isinstance(work.head, Mixture)
         pairs.append((torch.randn(rows[-1], work.head[1]), torch.randn(work.head).t()))
 
     def run() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dgraph.bench.products import PolicyMix, Shape, calls_of
+from dgraph.bench.products import Mixture, Shape, calls_of
 from dgraph.ir.graph import Graph
 from dgraph.ir.linears import head_of, linear_of, linears_of
 from dgraph.ir.quantised_operands import is_fused_operand
@@ -246,7 +246,7 @@ def _least(product: Product, dtype: torch.dtype, rows: int, device: Device) -> f
     seconds = device.product(shape, dtype, rows)
     if not less or rows <= 0:
         return seconds
-    if isinstance(shape, PolicyMix):
+    if isinstance(shape, Mixture):
         read = min(1.0, rows * shape.chosen / shape.experts)  # of the experts, at most
         whole = 3.0 * shape.experts * shape.hidden * shape.inner
         outputs = inputs = shape.hidden
@@ -270,9 +270,9 @@ def _reading(attention: Node) -> Reading:
     return Reading(keys, 2 * math.prod(q.shape[1:]) * q.dtype.itemsize, window)
 
 
-def _mixture(node: Node) -> PolicyMix:
+def _mixture(node: Node) -> Mixture:
     _, choice, _, _, down = (value.meta["val"].shape for value in args_of(node)[:5])
-    return PolicyMix(int(down[0]), int(choice[1]), int(down[1]), int(down[2]))
+    return Mixture(int(down[0]), int(choice[1]), int(down[1]), int(down[2]))
 
 
 def _on_listed(node: Node) -> bool:
@@ -365,7 +365,7 @@ def floor_of(work: Work, counts: Sequence[StepCount], device: Device) -> Floor:
     for rows, products in zip([*rows_of, [1] * len(counts)], [*work.multiplied, work.listed], strict=True):
         for product, times in products.items():
             seconds = times * _sum_of(product, work.dtype, rows, device)
-            if isinstance(product.shape, PolicyMix):
+            if isinstance(product.shape, Mixture):
                 experts += seconds
             else:
                 linear += seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def job_of(
     """
     prompt, new = len(request.ids), request.decoding.max_new_tokens
     rule = request.decoding.rule
-    common = {
+    common: dict[str, Any] = {
         "id": number,
         "prompt": prompt,
         "new": new,
@@ -55,16 +56,15 @@ def job_of(
     }
     if spec.attention == "block_causal":
         refresh = prefilled_positions(request, block, spec)
-        return ScheduledRequest(**common, refresh_rows=refresh, reuse_rows=step_rows(block, spec), chunk=block)  # type: ignore[arg-type]
+        return ScheduledRequest(**common, refresh_rows=refresh, reuse_rows=step_rows(block, spec), chunk=block)
     assert plan is not None
     everything = prompt + new
     reuse = min(everything, _region_rows(plan, prompt, new, spec.logit_shift) or block + spec.logit_shift)
     blocks, every = _refreshes(plan)
     if reuse == everything:  # no step is larger than another
         blocks, every = False, 0
-    return ScheduledRequest(
-        **common, refresh_rows=everything, reuse_rows=reuse, refresh_blocks=blocks, refresh_every=every
-    )  # type: ignore[arg-type]
+    phases: dict[str, Any] = {"refresh_rows": everything, "refresh_blocks": blocks, "refresh_every": every}
+    return ScheduledRequest(**common, **phases, reuse_rows=reuse)
 
 
 def _region_rows(plan: RowPlan, prompt: int, new: int, shift: int) -> int | None:

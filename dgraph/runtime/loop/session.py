@@ -61,7 +61,7 @@ class BlockSession:
     Block-causal models: full prompt blocks go through the program "prefill" once; then every step runs the program
     "step" on the rows that are pending (see `BlockCausalState`), decides what to commit and moves finished blocks on.
     Models that encode a finished block with the next token do so in a step of its own (see `EncodeDenoiseState`).
-    Bidirectional models: every step runs "step" on the rows of the canvas that the plan names (see `BidirectionalState`).
+    Bidirectional models: every step runs "step" on the rows of the canvas that the plan names: `BidirectionalState`.
     The caches are kept between calls and grow as needed; a call that fails gives its pages back.
 
     Args:

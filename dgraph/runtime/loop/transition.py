@@ -201,7 +201,7 @@ class StepTransition:
                 self.inputs[name].copy_(choose(took_part, outputs[name], self.inputs[name]))
 
     def late(self, names: Iterable[str], keys: int | None = None) -> dict[str, Tensor]:
-        """Compute the named inputs that the loop computes only before the programs that read them; see `StepContext`."""
+        """Compute the named inputs that the loop computes only before programs that read them; see `StepContext`."""
         return computed(names, StepContext(self.rows, self.state, self.rule, keys), late=True)
 
     def _initial(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ of `DecodeRule`) or settings of one (an object) through the entry-point group `d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any
 

@@ -89,8 +89,8 @@ class PolicyMix:
         for number, kind in enumerate(self.kinds):
             if _place(kind, self.kinds) < number:
                 raise InputError(
-                    f"PolicyMix: {kind!r} is there twice; policies that differ only in what each request sets for itself "
-                    f"are of one kind. Use PolicyMix.of, which drops such."
+                    f"PolicyMix: {kind!r} is there twice; policies that differ only in what each request sets for "
+                    f"itself are of one kind. Use PolicyMix.of, which drops such."
                 )
         statistics_of(self)  # raises where two kinds ask for others of one name
 

@@ -1,8 +1,8 @@
 """State of the decode loop's sequences, and the transition from step to step, as tensors on the device.
 
-Subclasses: `BlockCausalState`; `EncodeDenoiseState` for models that predict the next token where they write a finished block;
-`UniformNoiseState` for those without a mask token; `BidirectionalState` for bidirectional ones. They differ in which rows they
-forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
+Subclasses: `BlockCausalState`; `EncodeDenoiseState` for models that predict the next token where they write a finished
+block; `UniformNoiseState` for those without a mask token; `BidirectionalState` for bidirectional ones. They differ in
+which rows they forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
 
 Every sequence is a row of every tensor (a slot), and no row depends on another. So between two steps the host may write
 a slot anew, for another request, or leave some slots out of a step.

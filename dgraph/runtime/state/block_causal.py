@@ -27,7 +27,7 @@ from dgraph.runtime.state.state_init import StateInit
 
 @dataclass
 class BlockCausalState(PrefillMixinState):
-    """State of b sequences of a block-causal model; see `PrefillMixinState`. Attributes that the transitions replace, too:
+    """State of b sequences of a block-causal model; see `PrefillMixinState`. Attributes that transitions replace, too:
 
     tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet; changed bool[b, B]: decoded in the step
     before, None without a plan. A masked column holds the mask token; programs never predict it for a mask, but
