@@ -22,7 +22,7 @@ from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.scripted_policy import BlockStep, Script
 from dgraph.runtime.loop.session import BlockSession
-from dgraph.runtime.loop.transition import PARTS, StepTransition, TransitionPart
+from dgraph.runtime.loop.transition import TRANSITION_PARTS, StepTransition, TransitionPart
 from dgraph.runtime.policies import (
     POLICIES,
     PRESETS,
@@ -134,16 +134,16 @@ def outputs(advance: StepTransition, draw: torch.Generator, evicting: bool) -> d
     return said
 
 
-def interpreted(advance: StepTransition, half: TransitionPart) -> Any:
-    """A half of the transition as traced, run op by op."""
-    held = advance._held(half)
-    traced = trace(advance._traceable(half, held), held)
+def interpreted(advance: StepTransition, part: TransitionPart) -> Any:
+    """A part of the transition as traced, run op by op."""
+    held = advance._held(part)
+    traced = trace(advance._traceable(part, held), held)
     return traced.on(held, traced.source.module())
 
 
 def tensors_of(advance: StepTransition) -> list[Tensor]:
     """All that a step changes."""
-    return advance._held(PARTS[0])
+    return advance._held(TRANSITION_PARTS[0])
 
 
 def same(one: StepTransition, other: StepTransition) -> bool:
@@ -160,7 +160,7 @@ def check_steps(plain: StepTransition, other: StepTransition, steps: int, evicti
         plain.take(said)
         plain.move()
         other.take(said)
-        runs = runs or [interpreted(other, half) for half in PARTS]
+        runs = runs or [interpreted(other, part) for part in TRANSITION_PARTS]
         for run in runs:
             run()
         assert same(plain, other)
@@ -391,7 +391,7 @@ def test_rules_differ_in_their_keys() -> None:
             advance = advance_of("step", ConfidenceThreshold(threshold), **rule)
             advance._compiler = compiler
             advance.take(outputs(advance, torch.Generator(), False))
-            advance._compiled(PARTS[0])
+            advance._compiled(TRANSITION_PARTS[0])
     assert len(texts) == 3
 
 

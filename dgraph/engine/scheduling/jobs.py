@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dgraph.errors import InputError
+from dgraph.errors.former import former_names
 
 NEVER = 1 << 60
 """A number of steps that is never reached."""
@@ -38,6 +39,9 @@ def grant(needs: Sequence[int], chunks: Sequence[int], budget: int) -> list[int]
         granted.append(given)
         left = left - given if given == need else 0
     return granted
+
+
+__getattr__ = former_names(__name__, {"Job": "ScheduledRequest", "Running": "RequestProgress"})
 
 
 @dataclass(frozen=True)

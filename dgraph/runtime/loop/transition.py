@@ -227,7 +227,7 @@ class StepTransition:
                 self._pool.use(held)
                 graph.replay()
                 return None
-        self._go(*(self._op_by_op(half) for half in PARTS))
+        self._go(*(self._op_by_op(part) for part in TRANSITION_PARTS))
         return None
 
     def let_go(self) -> None:
@@ -250,8 +250,8 @@ class StepTransition:
         """Compile the transition for outputs of these types, unless that has been done before."""
         self.take(outputs)
         self._next()  # what policies make once, such as tables on the device, is no part of the transition
-        for half in PARTS:
-            self._compiled(half, ahead=True)
+        for part in TRANSITION_PARTS:
+            self._compiled(part, ahead=True)
 
     def take(self, outputs: Mapping[str, Tensor]) -> None:
         """Keep the outputs of a step: token and confidence; draw if it has one, kept if it evicts, and its states."""
@@ -317,33 +317,33 @@ class StepTransition:
         self.report.post()
         packing()
 
-    def _op_by_op(self, half: TransitionPart) -> Callable[[], object]:
-        return lambda: _write(half.updates(self))
+    def _op_by_op(self, part: TransitionPart) -> Callable[[], object]:
+        return lambda: _write(part.updates(self))
 
-    def _compiled(self, half: TransitionPart, ahead: bool = False) -> Callable[[], object] | None:
-        """A half compiled for this batch's tensors; None if it runs op by op. ahead: compile it if necessary."""
+    def _compiled(self, part: TransitionPart, ahead: bool = False) -> Callable[[], object] | None:
+        """A part compiled for this batch's tensors; None if it runs op by op. ahead: compile it if necessary."""
         with noting_none() as refused:
-            return None if self._compiler is None or refused else self._from(self._compiler, half, ahead)
+            return None if self._compiler is None or refused else self._from(self._compiler, part, ahead)
 
-    def _from(self, compiler: TraceCompiler, half: TransitionPart, ahead: bool) -> Callable[[], object] | None:
-        held = self._held(half)
-        given = tuple((name, value.dtype) for name, value in self._given.items()) if half.reads_results else ()
+    def _from(self, compiler: TraceCompiler, part: TransitionPart, ahead: bool) -> Callable[[], object] | None:
+        held = self._held(part)
+        given = tuple((name, value.dtype) for name, value in self._given.items()) if part.reads_results else ()
         values = (getattr(self.state, field.name) for field in fields(self.state))
         fixed = tuple(value for value in values if not isinstance(value, Tensor | dict))
         shapes = tuple(value.shape for value in held)
-        key = (half.name, self.rule.key, type(self.state), self.state.block, fixed, given, shapes)
-        name = f"the {half.name} between steps under policy {self.rule.policies}"
-        return compiler.function(name, self._traceable(half, held), held, key, ahead)
+        key = (part.name, self.rule.key, type(self.state), self.state.block, fixed, given, shapes)
+        name = f"the {part.name} between steps under policy {self.rule.policies}"
+        return compiler.function(name, self._traceable(part, held), held, key, ahead)
 
-    def _held(self, half: TransitionPart) -> list[Tensor]:
-        """Every tensor that a half may read or write, once."""
+    def _held(self, part: TransitionPart) -> list[Tensor]:
+        """Every tensor that a part may read or write, once."""
         everything = [*_tensors(self.state), *_tensors(self.rows), *self.inputs.values()]
-        if half.reads_results:
+        if part.reads_results:
             everything += [self.report.tensor, *self._given.values()]
         return list({id(tensor): tensor for tensor in everything}.values())
 
-    def _traceable(self, half: TransitionPart, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
-        """A half as a function of those tensors, which returns the numbers of those it updates and their new values."""
+    def _traceable(self, part: TransitionPart, held: Sequence[Tensor]) -> Callable[..., list[tuple[int, Tensor]]]:
+        """A part as a function of those tensors, which returns the numbers of those it updates and their new values."""
         numbers = {id(tensor): number for number, tensor in enumerate(held)}
 
         def function(*tensors: Tensor) -> list[tuple[int, Tensor]]:
@@ -359,18 +359,22 @@ class StepTransition:
             twin.report = copy.copy(self.report)
             twin.report.tensor = other(self.report.tensor)
             own = {id(tensor): number for number, tensor in enumerate(tensors)}
-            return [(own[id(old)], new) for old, new in half.updates(twin)]
+            return [(own[id(old)], new) for old, new in part.updates(twin)]
 
         return function
 
     def _capture(self, pool: GraphPool) -> None:
         if self._graph is None and not pool.has_room("transition", self.capacity):
             return
-        before = [(tensor, tensor.clone()) for tensor in self._held(PARTS[0]) if tensor is not self.report.tensor]
+        before = [
+            (tensor, tensor.clone()) for tensor in self._held(TRANSITION_PARTS[0]) if tensor is not self.report.tensor
+        ]
         often = self._compiler is not None and self._steps >= self._compiler.often
-        compiled = [self._compiled(half, ahead=often) for half in PARTS]
+        compiled = [self._compiled(part, ahead=often) for part in TRANSITION_PARTS]
         self._plain = None in compiled and not often
-        moving, packing = (found or self._op_by_op(half) for half, found in zip(PARTS, compiled, strict=True))
+        moving, packing = (
+            found or self._op_by_op(part) for part, found in zip(TRANSITION_PARTS, compiled, strict=True)
+        )
         try:
             with noting_none():
                 graph = pool.record(lambda: self._go(moving, packing), warm=False)
@@ -393,7 +397,7 @@ class StepTransition:
         self._graph = None
 
 
-PARTS = (
+TRANSITION_PARTS = (
     TransitionPart("transition", lambda advance: advance._next()[0], True),
     TransitionPart("packing", StepTransition._packed, False),
 )

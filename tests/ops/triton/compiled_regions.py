@@ -33,7 +33,7 @@ from dgraph.families.quantised import quantised_rows
 from dgraph.lowering.traced import trace
 from dgraph.ops import OPS
 from dgraph.private.inductor import _for_devices, inductor_settings
-from dgraph.runtime.loop.transition import HALVES
+from dgraph.runtime.loop.transition import TRANSITION_PARTS
 from tests.ops.triton.compiled import ACCESS
 from tests.runtime.test_compiled_transition import RULES, advance_of, outputs
 
@@ -136,9 +136,9 @@ def region_of(name: str) -> tuple[Callable[..., Any], Sequence[Tensor], Mapping[
     kind, packs = name.removesuffix(" packing"), name.endswith(" packing")
     advance = advance_of(kind, RULES["renoise" if kind == "random" else "confidence_threshold"])
     advance.take(outputs(advance, torch.Generator().manual_seed(3), kind == "step"))
-    half = HALVES[packs]
-    held = advance._held(half)
-    source = trace(advance._traceable(half, held), held).source
+    part = TRANSITION_PARTS[packs]
+    held = advance._held(part)
+    source = trace(advance._traceable(part, held), held).source
     return source.module(), [torch.zeros(v.shape, dtype=v.dtype) for v in source.inputs], source.settings
 
 
