@@ -263,7 +263,7 @@ def test_the_device_gives_out_rows_as_the_scheduler_expects(data: st.DataObject)
     rule, _ = session.rule([Decoding()], block)
     shape = replace(session.shape(slots, 16, block, False), most_rows=most)
     batch = session.batch([Decoding()], shape)
-    state = batch.advance.state
+    state = batch.transition.state
     state.pending = torch.tensor(
         data.draw(st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=slots, max_size=slots))
     )

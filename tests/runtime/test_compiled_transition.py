@@ -79,7 +79,7 @@ PLANS = {
 }
 
 
-def advance_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
+def transition_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     """Two sequences of unequal lengths before their first step; some of the second's response is fixed."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 2, 9, *[MASK] * 9, 9, *[MASK] * 22]])
     which = torch.arange(2), torch.tensor([3, 5])
@@ -104,18 +104,18 @@ def advance_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     heat, mixture = rule.pop("temperature", 0.0), PolicyMix.of([policy])
     decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
     write_request_settings(state, mixture, [Request([1], decoding, index) for index in range(2)])
-    advance = StepTransition(BatchConfig(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
+    transition = StepTransition(BatchConfig(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
     if mixed:
-        advance.mix([1], [4])
-        advance.pack()
-    return advance
+        transition.mix([1], [4])
+        transition.pack()
+    return transition
 
 
-def outputs(advance: StepTransition, draw: torch.Generator, evicting: bool) -> dict[str, Tensor]:
+def outputs(transition: StepTransition, draw: torch.Generator, evicting: bool) -> dict[str, Tensor]:
     """What a program might say; with eviction, of the live rows all but every third, others in each step."""
-    n, rows = advance.capacity, advance.rows
+    n, rows = transition.capacity, transition.rows
     count = int(rows.cu_rows[-1])
-    first = advance._steps
+    first = transition._steps
     some = [r for r in range(count) if not evicting or (r + first) % 3 or not bool(rows.candidate[r])]
     kept = torch.tensor(some, dtype=torch.int64)
     said = {
@@ -124,26 +124,26 @@ def outputs(advance: StepTransition, draw: torch.Generator, evicting: bool) -> d
         "margin": torch.rand(n, generator=draw),
         "entropy": torch.rand(n, generator=draw),
     }
-    if asked := statistics_of(advance.rule.policy):
+    if asked := statistics_of(transition.rule.policy):
         said["measured"] = torch.randint(0, 90, (n, len(asked)), generator=draw).float()
-    if traits_of(advance.rule.policy).renoises:
+    if traits_of(transition.rule.policy).renoises:
         said["draw"] = torch.randint(0, 90, (n,), generator=draw)
     if evicting:
         said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)
-        said["reached"] = advance.inputs["reached"] + 1
+        said["reached"] = transition.inputs["reached"] + 1
     return said
 
 
-def interpreted(advance: StepTransition, part: TransitionPart) -> Any:
+def interpreted(transition: StepTransition, part: TransitionPart) -> Any:
     """A part of the transition as traced, run op by op."""
-    held = advance._held(part)
-    traced = trace(advance._traceable(part, held), held)
+    held = transition._held(part)
+    traced = trace(transition._traceable(part, held), held)
     return traced.on(held, traced.source.module())
 
 
-def tensors_of(advance: StepTransition) -> list[Tensor]:
+def tensors_of(transition: StepTransition) -> list[Tensor]:
     """All that a step changes."""
-    return advance._held(TRANSITION_PARTS[0])
+    return transition._held(TRANSITION_PARTS[0])
 
 
 def same(one: StepTransition, other: StepTransition) -> bool:
@@ -205,7 +205,7 @@ def test_every_plan_can_be_traced(kind: str, name: str) -> None:
 def check_rule(kind: str, name: str) -> None:
     policy = RULES[name]
     evicting = kind == "step" and name != "script"
-    plain, other = advance_of(kind, policy), advance_of(kind, policy)
+    plain, other = transition_of(kind, policy), transition_of(kind, policy)
     check_steps(plain, other, 10, evicting)
     assert summary(plain.state)[2] > BLOCK // 2, "hardly anything was decoded"
 
@@ -221,7 +221,7 @@ def check_rule(kind: str, name: str) -> None:
     ids=str,
 )
 def test_every_setting_can_be_traced(rule: dict[str, Any]) -> None:
-    plain, other = (advance_of("step", ConfidenceThreshold(0.6), **rule) for _ in range(2))
+    plain, other = (transition_of("step", ConfidenceThreshold(0.6), **rule) for _ in range(2))
     check_steps(plain, other, 12, True)
 
 
@@ -302,13 +302,13 @@ class Waits(ConfidenceThreshold):
 
 def captured(policy: Policy, compiler: TraceCompiler | None, steps: int = 4) -> StepTransition:
     """After some steps, the later ones replayed from a capture."""
-    advance = advance_of("step", policy)
-    advance._pool, advance._compiler = GraphPool(recorder=Recorder), compiler
+    transition = transition_of("step", policy)
+    transition._pool, transition._compiler = GraphPool(recorder=Recorder), compiler
     draw = torch.Generator().manual_seed(3)
     for _ in range(steps):
-        advance.take(outputs(advance, draw, False))
-        advance.move()
-    return advance
+        transition.take(outputs(transition, draw, False))
+        transition.move()
+    return transition
 
 
 def test_without_a_warm_up_nothing_is_compiled() -> None:
@@ -373,10 +373,10 @@ def test_a_policy_may_return_what_it_was_given() -> None:
     )
     mixture = PolicyMix.of([All(0.5)])
     write_request_settings(state, mixture, [Request([1], Decoding(policy=All(0.5)))])
-    advance = StepTransition(BatchConfig(mixture, "off", True, False, False), state, state.capacity)
+    transition = StepTransition(BatchConfig(mixture, "off", True, False, False), state, state.capacity)
     masked = state.masked.clone()
-    advance.take({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})
-    advance.move()
+    transition.take({"token": torch.full((16,), 7), "confidence": torch.full((16,), 0.5)})
+    transition.move()
     assert state.changed is not None
     assert torch.equal(state.changed, masked)
 
@@ -388,10 +388,10 @@ def test_rules_differ_in_their_keys() -> None:
     compiler._make = lambda name, function, inputs, ahead: texts.append(name)  # type: ignore[method-assign, assignment]
     for rule in ({}, {"seed": 7}, {"block_cache": "dc"}, {"temperature": 0.4}, {"temperature": 0.8}):
         for threshold in (0.5, 0.6):
-            advance = advance_of("step", ConfidenceThreshold(threshold), **rule)
-            advance._compiler = compiler
-            advance.take(outputs(advance, torch.Generator(), False))
-            advance._compiled(TRANSITION_PARTS[0])
+            transition = transition_of("step", ConfidenceThreshold(threshold), **rule)
+            transition._compiler = compiler
+            transition.take(outputs(transition, torch.Generator(), False))
+            transition._compiled(TRANSITION_PARTS[0])
     assert len(texts) == 3
 
 
@@ -407,5 +407,5 @@ def test_every_tensor_of_a_batch_has_memory_of_its_own(facts: dict[str, Any], sl
     plan = RowPlan(Block()) if "attention" in facts else None
     session = BlockSession(fake_spec(4, **facts), programs, plan=plan, page_size=4)
     batch = session.batch([Decoding()], session.shape(slots, 40, 4, fixed=False))
-    held = tensors_of(batch.advance)
+    held = tensors_of(batch.transition)
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == len(held)

@@ -24,7 +24,7 @@ MASK = 99
 PLAN = RowPlan(Response(), Apart(2, 3))
 
 
-def advance_of(kv: KVPlan | None) -> StepTransition:
+def transition_of(kv: KVPlan | None) -> StepTransition:
     """Two sequences before their first step; a step commits one position of each."""
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 8], [4, 5, 6, 7, 8, *[MASK] * 6]])
     state = BidirectionalState.begin(
@@ -50,9 +50,9 @@ def advance_of(kv: KVPlan | None) -> StepTransition:
 
 def test_rows_adapt_where_their_sequence_reuses() -> None:
     """Steps 0, 2 and 4 forward the prompt, which is full; steps 0 and 3 refresh the response."""
-    advance = advance_of(KVPlan("response", pairs=(2,)))
+    transition = transition_of(KVPlan("response", pairs=(2,)))
     for action, full in ((SELECT, "all"), (REUSE, "none"), (REPACK, "prompt"), (REUSE, "all"), (REPACK, "prompt")):
-        inputs, rows = advance.inputs, advance.rows
+        inputs, rows = transition.inputs, transition.rows
         assert inputs["action"].tolist() == [action] * 2
         count = int(rows.cu_rows[-1])
         assert inputs["adapt"].dtype == torch.bool
@@ -61,22 +61,22 @@ def test_rows_adapt_where_their_sequence_reuses() -> None:
         assert prompt.any() == (action != REUSE)
         wanted = {"all": torch.ones_like(prompt), "none": torch.zeros_like(prompt), "prompt": prompt}[full]
         assert torch.equal(inputs["full"][:count], wanted)
-        n = advance.capacity
-        advance.take({"token": torch.full((n,), 7), "confidence": torch.rand(n) / 2})
-        advance.move()
+        n = transition.capacity
+        transition.take({"token": torch.full((n,), 7), "confidence": torch.rand(n) / 2})
+        transition.move()
 
 
 def test_each_sequence_by_itself() -> None:
-    advance = advance_of(KVPlan("response", pairs=(2,)))
-    state = advance.state.clone()
+    transition = transition_of(KVPlan("response", pairs=(2,)))
+    state = transition.state.clone()
     state.counter[1], state.whole[1] = 1, False
-    advance.admit([0, 1], state)
-    advance.pack()
-    inputs, rows = advance.inputs, advance.rows
+    transition.admit([0, 1], state)
+    transition.pack()
+    inputs, rows = transition.inputs, transition.rows
     count = int(rows.cu_rows[-1])
     assert inputs["action"].tolist() == [SELECT, REUSE]
     assert torch.equal(inputs["adapt"][:count], rows.sequence[:count] == 1)
 
 
 def test_without_keys_to_keep_nobody_asks() -> None:
-    assert not {"adapt", "action", "window"} & set(advance_of(None).inputs)
+    assert not {"adapt", "action", "window"} & set(transition_of(None).inputs)

@@ -82,7 +82,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     launched = Batch._launched
 
     def noted(self: Batch, bound: Any, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
-        seen.append((count, int(self.advance.rows.cu_rows[-1]), int(self.advance.state.active.sum())))
+        seen.append((count, int(self.transition.rows.cu_rows[-1]), int(self.transition.state.active.sum())))
         launched(self, bound, result, count, slots)
 
     monkeypatch.setattr(Batch, "_launched", noted)

@@ -109,7 +109,7 @@ def check_changed(batch: Batch) -> None:
     """Slots have the places that they were given, and the fourth, which a batch of a fixed shape has beside the
     three, has none; the next request of a slot has its place.
     """
-    state = batch.advance.state
+    state = batch.transition.state
     assert batch.shape.slots == 4
     assert state.place.tolist() == [1, 2, 0, OUT]
     assert state.active.tolist() == [True, True, True, False]

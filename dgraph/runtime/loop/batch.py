@@ -60,7 +60,7 @@ class Batch:
         rule: how to decode.
         programs: programs of the batch.
         shape: its sizes.
-        advance: makes the transition for a rule and a state before its first step.
+        transition: makes the transition for a rule and a state before its first step.
         kv, packed: caches of all keys, and of those that are kept packed.
         plan: rows that a step of a bidirectional model forwards, or which steps of a block-causal one are full.
         by_block: pages are allocated as a sequence grows, not for its whole life.
@@ -81,7 +81,7 @@ class Batch:
         rule: BatchConfig,
         programs: Programs,
         shape: Shape,
-        advance: Callable[[BatchConfig, DecodeState], StepTransition],
+        transition: Callable[[BatchConfig, DecodeState], StepTransition],
         *,
         kv: KVStore,
         packed: PackedKV | None = None,
@@ -97,13 +97,13 @@ class Batch:
         self.by_block, self._sized, self._observer, self.lenient = by_block, sized, observer, False
         self._refusals = Refusals()
         self.stats: GenerationStats | StageCounts = GenerationStats() if stats is None else stats
-        self._make = advance
+        self._make = transition
         self.running: dict[int, SlotState] = {}
         self.causal = spec.attention == "block_causal"
         if packed is not None:
             packed.widen(shape.slots)
         self._tables = PageTables(kv, 2 if rule.guided else 1, shape.slots, shape.pages)
-        self.advance = advance(rule, self._begin([], kv.device))
+        self.transition = transition(rule, self._begin([], kv.device))
         self.order(range(shape.slots))
         self._last: Report | None = None
         self._counts: RowCounts | None = None
@@ -151,7 +151,7 @@ class Batch:
         if self.packed is not None:  # after `running` is set: if memory runs out, running requests are retired
             lengths = [(len(r.ids), r.decoding.max_new_tokens) for r in requests]
             self.packed.open(slots, [self.packed.plan.candidates(*each) for each in lengths])
-        self.advance.admit(slots, self._begin(requests, torch.device("cpu")))
+        self.transition.admit(slots, self._begin(requests, torch.device("cpu")))
         if self._counts is not None:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])
 
@@ -159,7 +159,7 @@ class Batch:
         """Take requests out of their slots, finished or not, and free their pages. clear: reset wrong numbers first."""
         if not slots:
             return
-        self.advance.retire(slots)
+        self.transition.retire(slots)
         self._tables.left(slots)
         for slot in slots:
             one = self.running.pop(slot)
@@ -189,7 +189,7 @@ class Batch:
         places = torch.full((self.shape.slots,), OUT)
         places[list(slots)] = torch.arange(len(slots))
         self._ordered = frozenset(slots)
-        self.advance.order(places)
+        self.transition.order(places)
 
     def decode_as(self, rule: BatchConfig, programs: Programs) -> None:
         """Change to a rule that also serves other requests; the policies of running requests keep their indices."""
@@ -198,17 +198,17 @@ class Batch:
                 self._move(self._flying)
             self._flying = None
         if not self.running:
-            self.advance.ask_again(self._refusals)
-        before = self.advance
+            self.transition.ask_again(self._refusals)
+        before = self.transition
         self.rule, self.programs = rule, programs
-        self.advance = self._make(rule, self._begin([], self.kv.device))
-        self.advance.adopt(before)
+        self.transition = self._make(rule, self._begin([], self.kv.device))
+        self.transition.adopt(before)
 
     def clear(self) -> None:
         """Retire all requests, also after an error."""
         self._flying = None
         self.retire(list(self.running))
-        self.advance.ask_again(self._refusals)
+        self.transition.ask_again(self._refusals)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -228,17 +228,17 @@ class Batch:
         for slot, (first, last) in zip(slots, parts, strict=True):
             begin[slot], end[slot] = first, last
         count = sum(end) - sum(begin)
-        state = self.advance.state
+        state = self.transition.state
         (bounds,) = upload(self.kv.device, torch.tensor([begin, end]))
         causal = self.spec.encoding == "causal"
         rows = prefill_rows(state.canvas, bounds[0], bounds[1], block, count, causal)
-        given = {name: self.advance.inputs[name] for name in self.advance.carried}
+        given = {name: self.transition.inputs[name] for name in self.transition.carried}
         inputs = {**self.caches(), **given, **computed(program.inputs, StepContext(rows, state, self.rule))}
         result, took_part = program(inputs, count), bounds[1] > bounds[0]
-        self.advance.prefilled(result.outputs, took_part)
+        self.transition.prefilled(result.outputs, took_part)
         if self.rule.guided:
             other = program(self._without_prompt(inputs, rows), count).outputs
-            self.advance.prefilled({TWIN + name: value for name, value in other.items()}, took_part)
+            self.transition.prefilled({TWIN + name: value for name, value in other.items()}, took_part)
         self.stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
         for slot in slots:
             if end[slot] > begin[slot]:
@@ -254,7 +254,7 @@ class Batch:
         rows = [self.running[slot].left for slot in slots]
         if sum(rows) + sum(one.left for one in self.running.values() if one.mixed) > self.shape.mixed:
             return False
-        self.advance.mix(slots, rows)
+        self.transition.mix(slots, rows)
         for slot in slots:
             self.running[slot].mixed = True
         return True
@@ -272,19 +272,19 @@ class Batch:
         if self._flying is not None:
             self._move(self._flying)
         else:
-            self.advance.pack()
+            self.transition.pack()
         self._decide.failed = {}
         foreseen = self._foreseen()
         if foreseen is not None:
             rows, whole = foreseen
             step = self._bound(whole)
             self._launched(step, step.run(rows), rows, list(self.running))
-            found = self._last = Report(self.advance.report.read().copy())
+            found = self._last = Report(self.transition.report.read().copy())
             self._hear(found)
             return found
         # The device waits once the report is there, so the inputs of the step are bound before it is read.
         bound = self._bound([]) if self.programs.select is None else None
-        numbers = self.advance.report.read()
+        numbers = self.transition.report.read()
         self._flying, rows, result = None, all_rows(numbers), None
         if bound is not None and rows and not self.kv.renews:
             result = bound.run(rows)
@@ -334,7 +334,11 @@ class Batch:
         """
         select = self.programs.select if whole else None
         program = self.programs.step if select is None else select
-        inputs = {**self.caches(), **self.advance.inputs, **self.advance.late(program.inputs, self._key_rows(whole))}
+        inputs = {
+            **self.caches(),
+            **self.transition.inputs,
+            **self.transition.late(program.inputs, self._key_rows(whole)),
+        }
         return _Bound(program, inputs, program.bound(inputs))
 
     def _key_rows(self, slots: Sequence[int]) -> int:
@@ -344,13 +348,13 @@ class Batch:
 
     def _launched(self, bound: _Bound, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
         """Take the outputs of a launched step on at most `count` rows of these slots."""
-        advance, program, inputs, other = self.advance, bound.program, bound.inputs, None
+        transition, program, inputs, other = self.transition, bound.program, bound.inputs, None
         if self.rule.guided:
             # Outputs last until the next call.
             result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
-            unguided = program(self._without_prompt(inputs, advance.rows), count).outputs
+            unguided = program(self._without_prompt(inputs, transition.rows), count).outputs
             other = unguided["logits"]
-            carried = {TWIN + name: value for name, value in unguided.items() if TWIN + name in advance.carried}
+            carried = {TWIN + name: value for name, value in unguided.items() if TWIN + name in transition.carried}
             result = replace(result, outputs=result.outputs | carried)
         for stage in zip(program.stage_names, result.rows, result.padded, result.seconds, strict=True):
             self.stats.count_stage(*stage)
@@ -360,17 +364,17 @@ class Batch:
         outputs: Mapping[str, Tensor] = result.outputs
         if not {"token", "confidence"} <= outputs.keys():
             samplers = {slot: one.request.decoding.sampling for slot, one in self.running.items()}
-            outputs = self._decide(advance, samplers, outputs, other, inputs, self.lenient)
+            outputs = self._decide(transition, samplers, outputs, other, inputs, self.lenient)
         self._flying = None
         if self._observer is None:
             self._flying = _Flight(self._steps)
         else:
             # The transition overwrites its inputs, and a program may return one of them.
             said = {name: value.clone() for name, value in result.outputs.items()}
-            states = {name: advance.inputs[name].clone() for name in advance.carried}
-            rows = advance.rows.head(count).clone()
-            self._flying = _Flight(self._steps, advance.state.clone(), rows, said, states)
-        advance.take(outputs)
+            states = {name: transition.inputs[name].clone() for name in transition.carried}
+            rows = transition.rows.head(count).clone()
+            self._flying = _Flight(self._steps, transition.state.clone(), rows, said, states)
+        transition.take(outputs)
         self.stats.steps += 1
         self._steps += 1
         if self._counts is not None:
@@ -381,7 +385,7 @@ class Batch:
         self._release(slots)
 
     def _move(self, flight: _Flight) -> None:
-        decision = self.advance.move(observed=flight.before is not None)
+        decision = self.transition.move(observed=flight.before is not None)
         if self._observer is not None and decision is not None and flight.before is not None:
             assert flight.rows is not None
             results = decision.results, decision.committed, flight.said, flight.states
@@ -416,7 +420,7 @@ class Batch:
             found = self._counts.of(slots)
             return 0 if found is None else int(found.sum())
         begun = all(self.running[slot].steps for slot in slots)  # a first step may encode prompts as well
-        return len(slots) * self.shape.block if begun and self.advance.state.steady(self.rule.policy) else 0
+        return len(slots) * self.shape.block if begun and self.transition.state.steady(self.rule.policy) else 0
 
     def _ends_soon(self, last: Report, slots: Sequence[int]) -> bool:
         """True if a sequence may end within `FEW_STEPS` steps, at the pace at which its tokens came so far."""
@@ -468,7 +472,7 @@ class Batch:
 
     def _without_prompt(self, inputs: Mapping[str, Tensor], rows: StepRows) -> dict[str, Tensor]:
         """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""
-        given = rows.positions < self.advance.state.prompt_end[rows.sequence]
+        given = rows.positions < self.transition.state.prompt_end[rows.sequence]
         states = {name.removeprefix(TWIN): value for name, value in inputs.items() if name.startswith(TWIN)}
         return {
             **inputs,

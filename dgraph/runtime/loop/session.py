@@ -349,7 +349,7 @@ class BlockSession:
         """Compile the transition after a step with such outputs, if transitions are compiled."""
         known = "script" not in slots.programs.step.inputs or slots.rule.script is not None
         if self._transitions.compiles and known and "token" in outputs:
-            slots.advance.compile(outputs)
+            slots.transition.compile(outputs)
 
     def shape(self, sequences: int, tokens: int, block: int, fixed: bool) -> Shape:
         """Shape of a batch for `sequences` sequences of `tokens` positions each.

@@ -398,7 +398,7 @@ class StepTransition:
 
 
 TRANSITION_PARTS = (
-    TransitionPart("transition", lambda advance: advance._next()[0], True),
+    TransitionPart("transition", lambda transition: transition._next()[0], True),
     TransitionPart("packing", StepTransition._packed, False),
 )
 

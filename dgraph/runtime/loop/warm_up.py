@@ -35,7 +35,7 @@ class Rehearsal:
 
     def run(self, batch: Batch) -> Mapping[str, Tensor]:
         """Run it on idle rows of a batch in which no step runs, and return its outputs."""
-        shape, state, device = batch.shape, batch.advance.state, batch.kv.device
+        shape, state, device = batch.shape, batch.transition.state, batch.kv.device
         idle = replace(state, active=torch.zeros_like(state.active))
         rows = idle_rows(self.rows, shape.slots, shape.block, device)
         given = computed(self.program.inputs, StepContext(rows, idle, batch.rule, self.keys))

@@ -1,4 +1,4 @@
-"""Rules that commit a number of tokens per step that is fixed in advance."""
+"""Rules that commit a number of tokens per step that is fixed in transition."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Decide:
 
     def __call__(
         self,
-        advance: StepTransition,
+        transition: StepTransition,
         samplers: Mapping[int, Sampler],
         outputs: Mapping[str, Tensor],
         unconditional: Tensor | None,
@@ -47,7 +47,7 @@ class Decide:
         """Add a token and its confidence per row to the outputs.
 
         Args:
-            advance: rows, state and inputs of the step.
+            transition: rows, state and inputs of the step.
             samplers: the sampler of each slot.
             outputs: outputs of the step program, which has no tokens.
             unconditional: its logits without the prompts, for guidance.
@@ -63,7 +63,7 @@ class Decide:
                 f"program 'step' must output token and confidence, or logits; got: "
                 f"{', '.join(sorted(outputs)) or 'nothing'}."
             )
-        rows, logits, kept = advance.rows, outputs["logits"], outputs.get("kept")
+        rows, logits, kept = transition.rows, outputs["logits"], outputs.get("kept")
         row = torch.arange(len(logits), device=logits.device) if kept is None else kept
         # Only candidates can be committed.
         inside = (row >= 0) & (row < len(rows.masked))
@@ -73,11 +73,11 @@ class Decide:
         for sampler, slots in _by_sampler(samplers).items():
             mine = candidate
             if len(slots) < len(samplers):
-                chosen = torch.zeros(len(advance.state.start), dtype=torch.bool)
+                chosen = torch.zeros(len(transition.state.start), dtype=torch.bool)
                 chosen[slots] = True
                 mine = candidate & chosen.to(row.device)[rows.sequence[row.clamp(min=0, max=len(rows.masked) - 1)]]
             try:
-                self._decode(advance, sampler, mine.nonzero()[:, 0], row, logits, unconditional, caches, decided)
+                self._decode(transition, sampler, mine.nonzero()[:, 0], row, logits, unconditional, caches, decided)
             except Exception as error:
                 if not lenient:
                     raise
@@ -90,7 +90,7 @@ class Decide:
 
     def _decode(
         self,
-        advance: StepTransition,
+        transition: StepTransition,
         sampler: Sampler,
         entry: Tensor,
         row: Tensor,
@@ -100,7 +100,7 @@ class Decide:
         decided: dict[str, Tensor],
     ) -> None:
         """Write one sampler's decisions on its entries of the logits into `decided`."""
-        rows, state, at = advance.rows, advance.state, row[entry]
+        rows, state, at = transition.rows, transition.state, row[entry]
         sequence, column = rows.sequence[at], rows.column[at] - self._block
         inside = column.clamp(max=self._block - 1)  # a row may predict the position after the block
         heat = state.temperature[sequence]
@@ -110,7 +110,7 @@ class Decide:
             column=inside,
             masked=state.block_masked[sequence, inside] | (column > inside),
             forwards=state.forwards[sequence],
-            seed=advance.inputs["seed"][at],
+            seed=transition.inputs["seed"][at],
             tokens=state.canvas,
             block=self._block,
             temperature=heat,
@@ -119,7 +119,7 @@ class Decide:
         if sampler not in self._decoders:
             self._decoders[sampler] = sampler.begin(self._spec.mask_id)
         found = self._decoders[sampler].decode(logits[entry], context)._asdict()
-        if asked := statistics_of(advance.rule.policy):
+        if asked := statistics_of(transition.rule.policy):
             memory = caches[kept_rows(asked, self._spec.vocab).name]
             slot = row_slots(rows.positions, caches["page_table"], rows.cu_rows, memory)[at]
             live = torch.ones_like(at, dtype=torch.bool)

@@ -35,7 +35,7 @@ from dgraph.ops import OPS
 from dgraph.private.inductor import _for_devices, inductor_settings
 from dgraph.runtime.loop.transition import TRANSITION_PARTS
 from tests.ops.triton.compiled import ACCESS
-from tests.runtime.test_compiled_transition import RULES, advance_of, outputs
+from tests.runtime.test_compiled_transition import RULES, outputs, transition_of
 
 GPU = torch.device("cuda", 0)
 
@@ -134,11 +134,11 @@ def region_of(name: str) -> tuple[Callable[..., Any], Sequence[Tensor], Mapping[
         inputs = (wide, head[0].clone(), head, head.clone()) if name == "heads" else (row, row.clone(), row[0].clone())
         return heads if name == "heads" else norm, inputs, {}
     kind, packs = name.removesuffix(" packing"), name.endswith(" packing")
-    advance = advance_of(kind, RULES["renoise" if kind == "random" else "confidence_threshold"])
-    advance.take(outputs(advance, torch.Generator().manual_seed(3), kind == "step"))
+    transition = transition_of(kind, RULES["renoise" if kind == "random" else "confidence_threshold"])
+    transition.take(outputs(transition, torch.Generator().manual_seed(3), kind == "step"))
     part = TRANSITION_PARTS[packs]
-    held = advance._held(part)
-    source = trace(advance._traceable(part, held), held).source
+    held = transition._held(part)
+    source = trace(transition._traceable(part, held), held).source
     return source.module(), [torch.zeros(v.shape, dtype=v.dtype) for v in source.inputs], source.settings
 
 
