@@ -261,7 +261,7 @@ class EngineCore:
         elif new:
             self._decodings += new.values()
             self._prepare(self._decodings)
-            self._batch.decode_as(*self.session.rule(self._decodings, self.shape.block))
+            self._batch.decode_as(*self.session.batch_config(self._decodings, self.shape.block))
         return self._batch
 
     @staticmethod

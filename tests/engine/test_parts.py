@@ -260,7 +260,7 @@ def test_the_device_gives_out_rows_as_the_scheduler_expects(data: st.DataObject)
     slots, block = 5, 4
     most = data.draw(st.integers(1, slots * 2 * block))
     session = make_session(block)
-    rule, _ = session.rule([Decoding()], block)
+    config, _ = session.batch_config([Decoding()], block)
     shape = replace(session.shape(slots, 16, block, False), most_rows=most)
     batch = session.batch([Decoding()], shape)
     state = batch.transition.state
@@ -277,7 +277,7 @@ def test_the_device_gives_out_rows_as_the_scheduler_expects(data: st.DataObject)
     got = state.live().sum(dim=1)
     assert got[order].tolist() == given
     assert int(got.sum()) == sum(given)
-    assert rule.policy == PolicyMix.of([Decoding().rule])
+    assert config.policy == PolicyMix.of([Decoding().rule])
 
 
 def test_a_rule_that_joins_loses_no_step() -> None:
@@ -297,7 +297,7 @@ def test_a_rule_that_joins_loses_no_step() -> None:
         batch.prefill(100)
         for _ in range(turns):
             script.write(batch.turn(), [0])
-        batch.decode_as(*session.rule([decoding, late], 4))
+        batch.decode_as(*session.batch_config([decoding, late], 4))
         batch.admit([1], [Request(prompts[1], late)])
         script.begin([1], [Request([1], Decoding())])
         active = True

@@ -124,9 +124,9 @@ def outputs(transition: StepTransition, draw: torch.Generator, evicting: bool) -
         "margin": torch.rand(n, generator=draw),
         "entropy": torch.rand(n, generator=draw),
     }
-    if asked := statistics_of(transition.rule.policy):
+    if asked := statistics_of(transition.config.policy):
         said["measured"] = torch.randint(0, 90, (n, len(asked)), generator=draw).float()
-    if traits_of(transition.rule.policy).renoises:
+    if traits_of(transition.config.policy).renoises:
         said["draw"] = torch.randint(0, 90, (n,), generator=draw)
     if evicting:
         said["kept"] = torch.full((n,), -1).index_copy(0, torch.arange(len(kept)), kept)

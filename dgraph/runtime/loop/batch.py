@@ -57,10 +57,10 @@ class Batch:
 
     Args:
         spec: the model.
-        rule: how to decode.
+        config: how to decode.
         programs: programs of the batch.
         shape: its sizes.
-        transition: makes the transition for a rule and a state before its first step.
+        transition: makes the transition for a config and a state before its first step.
         kv, packed: caches of all keys, and of those that are kept packed.
         plan: rows that a step of a bidirectional model forwards, or which steps of a block-causal one are full.
         by_block: pages are allocated as a sequence grows, not for its whole life.
@@ -78,7 +78,7 @@ class Batch:
     def __init__(
         self,
         spec: ModelSpec,
-        rule: BatchConfig,
+        config: BatchConfig,
         programs: Programs,
         shape: Shape,
         transition: Callable[[BatchConfig, DecodeState], StepTransition],
@@ -92,7 +92,7 @@ class Batch:
         stats: GenerationStats | StageCounts | None = None,
         observer: Callable[[StepRecord], None] | None = None,
     ):
-        self.spec, self.rule, self.programs, self.shape = spec, rule, programs, shape
+        self.spec, self.config, self.programs, self.shape = spec, config, programs, shape
         self.kv, self.packed, self.plan = kv, packed, plan
         self.by_block, self._sized, self._observer, self.lenient = by_block, sized, observer, False
         self._refusals = Refusals()
@@ -102,12 +102,12 @@ class Batch:
         self.causal = spec.attention == "block_causal"
         if packed is not None:
             packed.widen(shape.slots)
-        self._tables = PageTables(kv, 2 if rule.guided else 1, shape.slots, shape.pages)
-        self.transition = transition(rule, self._begin([], kv.device))
+        self._tables = PageTables(kv, 2 if config.guided else 1, shape.slots, shape.pages)
+        self.transition = transition(config, self._begin([], kv.device))
         self.order(range(shape.slots))
         self._last: Report | None = None
         self._counts: RowCounts | None = None
-        self._ahead = foresee and rule.block_cache == "off" and observer is None
+        self._ahead = foresee and config.block_cache == "off" and observer is None
         if self._ahead and plan is not None and not self.causal:
             self._counts = RowCounts(plan, shape.slots, spec.logit_shift)
         self._decide = Decide(spec, shape.block)
@@ -134,7 +134,7 @@ class Batch:
         """
         if not requests:
             return
-        tables = 2 if self.rule.guided else 1
+        tables = 2 if self.config.guided else 1
         tokens = [first_positions(request, self.shape.block, self.by_block, self.spec) for request in requests]
         # A block-causal model needs these pages for the prefill, and gives them back after its first step.
         absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
@@ -191,8 +191,8 @@ class Batch:
         self._ordered = frozenset(slots)
         self.transition.order(places)
 
-    def decode_as(self, rule: BatchConfig, programs: Programs) -> None:
-        """Change to a rule that also serves other requests; the policies of running requests keep their indices."""
+    def decode_as(self, config: BatchConfig, programs: Programs) -> None:
+        """Change to a config that also serves other requests; the policies of running requests keep their indices."""
         if self._flying is not None:
             with refusing(self._refusals if self.lenient else None):
                 self._move(self._flying)
@@ -200,8 +200,8 @@ class Batch:
         if not self.running:
             self.transition.ask_again(self._refusals)
         before = self.transition
-        self.rule, self.programs = rule, programs
-        self.transition = self._make(rule, self._begin([], self.kv.device))
+        self.config, self.programs = config, programs
+        self.transition = self._make(config, self._begin([], self.kv.device))
         self.transition.adopt(before)
 
     def clear(self) -> None:
@@ -233,10 +233,10 @@ class Batch:
         causal = self.spec.encoding == "causal"
         rows = prefill_rows(state.canvas, bounds[0], bounds[1], block, count, causal)
         given = {name: self.transition.inputs[name] for name in self.transition.carried}
-        inputs = {**self.caches(), **given, **computed(program.inputs, StepContext(rows, state, self.rule))}
+        inputs = {**self.caches(), **given, **computed(program.inputs, StepContext(rows, state, self.config))}
         result, took_part = program(inputs, count), bounds[1] > bounds[0]
         self.transition.prefilled(result.outputs, took_part)
-        if self.rule.guided:
+        if self.config.guided:
             other = program(self._without_prompt(inputs, rows), count).outputs
             self.transition.prefilled({TWIN + name: value for name, value in other.items()}, took_part)
         self.stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
@@ -320,7 +320,7 @@ class Batch:
     def refused(self, policy: Policy) -> Exception | None:
         """Exception of a policy's kind, which this batch no longer asks; None if it has not raised."""
         errors = self._refusals.errors
-        return errors.get(row_of(self.rule.policy, policy)[0]) if errors else None
+        return errors.get(row_of(self.config.policy, policy)[0]) if errors else None
 
     @property
     def busy(self) -> bool:
@@ -349,7 +349,7 @@ class Batch:
     def _launched(self, bound: _Bound, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
         """Take the outputs of a launched step on at most `count` rows of these slots."""
         transition, program, inputs, other = self.transition, bound.program, bound.inputs, None
-        if self.rule.guided:
+        if self.config.guided:
             # Outputs last until the next call.
             result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
             unguided = program(self._without_prompt(inputs, transition.rows), count).outputs
@@ -420,7 +420,7 @@ class Batch:
             found = self._counts.of(slots)
             return 0 if found is None else int(found.sum())
         begun = all(self.running[slot].steps for slot in slots)  # a first step may encode prompts as well
-        return len(slots) * self.shape.block if begun and self.transition.state.steady(self.rule.policy) else 0
+        return len(slots) * self.shape.block if begun and self.transition.state.steady(self.config.policy) else 0
 
     def _ends_soon(self, last: Report, slots: Sequence[int]) -> bool:
         """True if a sequence may end within `FEW_STEPS` steps, at the pace at which its tokens came so far."""
@@ -468,7 +468,7 @@ class Batch:
 
     def _begin(self, requests: Sequence[Request], device: torch.device) -> DecodeState:
         kv = None if self.packed is None else self.packed.plan
-        return begin(requests, self.spec, self.rule.policy, self.shape, plan=self.plan, kv=kv, device=device)
+        return begin(requests, self.spec, self.config.policy, self.shape, plan=self.plan, kv=kv, device=device)
 
     def _without_prompt(self, inputs: Mapping[str, Tensor], rows: StepRows) -> dict[str, Tensor]:
         """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""

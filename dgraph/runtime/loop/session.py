@@ -347,7 +347,7 @@ class BlockSession:
 
     def _compile(self, slots: Batch, outputs: Mapping[str, Tensor]) -> None:
         """Compile the transition after a step with such outputs, if transitions are compiled."""
-        known = "script" not in slots.programs.step.inputs or slots.rule.script is not None
+        known = "script" not in slots.programs.step.inputs or slots.config.script is not None
         if self._transitions.compiles and known and "token" in outputs:
             slots.transition.compile(outputs)
 
@@ -383,10 +383,10 @@ class BlockSession:
         Raises:
             InputError: decodings that the session cannot serve, or not together.
         """
-        rule, programs = self.rule(decodings, shape.block)
+        config, programs = self.batch_config(decodings, shape.block)
         return Batch(
             self.spec,
-            rule,
+            config,
             programs,
             shape,
             self._transitions.lasting if fixed else self._transitions.passing,
@@ -400,7 +400,7 @@ class BlockSession:
             observer=observer,
         )
 
-    def rule(self, decodings: Sequence[Decoding], block: int) -> tuple[BatchConfig, Programs]:
+    def batch_config(self, decodings: Sequence[Decoding], block: int) -> tuple[BatchConfig, Programs]:
         """BatchConfig and programs of steps that requests with these decodings share.
 
         Raises:
@@ -413,10 +413,10 @@ class BlockSession:
             raise InputError("requests with and without guidance (cfg_scale) cannot share a batch.")
         sampled = any(chosen.sampling.temperature > 0 or traits_of(chosen.rule).renoises for chosen in decodings)
         given = self.block_cache, self.recommit, self.select_noise
-        rule = BatchConfig(
+        config = BatchConfig(
             PolicyMix.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop()
         )
-        return rule, self._programs_for(rule.policy, any(chosen.sampling.needs_logits for chosen in decodings))
+        return config, self._programs_for(config.policy, any(chosen.sampling.needs_logits for chosen in decodings))
 
     def check(self, chosen: Decoding, block: int) -> None:
         """Check a decoding. Raises `InputError` if the session's programs cannot serve it."""

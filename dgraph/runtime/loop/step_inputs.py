@@ -26,13 +26,13 @@ class StepContext:
     """A step that is about to run.
 
     Attributes:
-        rows, state, rule: its rows, the state of its sequences, and how they are decoded.
+        rows, state, config: its rows, the state of its sequences, and how they are decoded.
         keys: number of rows of `key_positions`; None: one for each position of the canvas.
     """
 
     rows: StepRows
     state: DecodeState
-    rule: BatchConfig
+    config: BatchConfig
     keys: int | None = None
 
 
@@ -45,7 +45,7 @@ class StepInput:
         value: computes it; None if the caches hold it.
         needs: requirement on the session; "" for none. "plan": a row plan; "hides": a row plan that hides rows;
             "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised).
-        fixed: True of a rule under which it stays as it is before the first step.
+        fixed: True of a config under which it stays as it is before the first step.
         late: True if it is computed right before the programs that read it, and not with every step.
     """
 
@@ -53,7 +53,7 @@ class StepInput:
     per: str
     value: Callable[[StepContext], Tensor] | None
     needs: str = ""
-    fixed: Callable[[BatchConfig], bool] = lambda rule: False
+    fixed: Callable[[BatchConfig], bool] = lambda config: False
     late: bool = False
 
 
@@ -63,28 +63,28 @@ def _given(value: Tensor | None) -> Tensor:
 
 
 def _temperature(at: StepContext) -> Tensor:
-    policy, state = at.rule.policy, at.state
+    policy, state = at.config.policy, at.state
     heat = policy.heat(state.forwards, state.kind, state.settings) if policy.traits.renoises else state.temperature
     return heat[at.rows.sequence]
 
 
 def _seed(at: StepContext) -> Tensor:
     rows, state = at.rows, at.state
-    if not at.rule.draws:
+    if not at.config.draws:
         return torch.zeros(len(rows.masked), dtype=torch.int64, device=rows.masked.device)
     return row_seeds(state.keys[rows.sequence].T, rows.positions, state.counter[rows.sequence])
 
 
 def _average(at: StepContext) -> Tensor:
-    average, script = at.state.average, at.rule.script
-    if script is None or not any(spec.name == "script" for spec in at.rule.inputs):
+    average, script = at.state.average, at.config.script
+    if script is None or not any(spec.name == "script" for spec in at.config.inputs):
         return average
     # Where nothing may be evicted (a full step), the script does not change that.
     return torch.where(average.isinf(), average, script.budget(at.state))
 
 
 def _script(at: StepContext) -> Tensor:
-    script = at.rule.script
+    script = at.config.script
     if script is not None:
         return script.scores(at.rows, at.state)
     return torch.zeros(len(at.rows.masked), device=at.rows.masked.device)
@@ -96,7 +96,7 @@ def _adapt(at: StepContext) -> Tensor:
 
 
 def _drafted(at: StepContext) -> Tensor:
-    return at.state.drafted(at.rule.policy)[at.rows.sequence] & (at.rows.column >= 0) & at.rows.live
+    return at.state.drafted(at.config.policy)[at.rows.sequence] & (at.rows.column >= 0) & at.rows.live
 
 
 def _key_positions(at: StepContext) -> Tensor:
@@ -125,14 +125,16 @@ STEP_INPUTS: dict[str, StepInput] = {
     # Places of the rows' keys in the pages of their sequences.
     "slots": StepInput(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
     # Draws: see `dgraph.runtime.sampling.random_numbers`.
-    "temperature": StepInput(torch.float32, "row", _temperature, fixed=lambda rule: not rule.draws),
-    "seed": StepInput(torch.int64, "row", _seed, fixed=lambda rule: not rule.draws),
-    "noise": StepInput(torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda rule: not rule.select_noise),
+    "temperature": StepInput(torch.float32, "row", _temperature, fixed=lambda config: not config.draws),
+    "seed": StepInput(torch.int64, "row", _seed, fixed=lambda config: not config.draws),
+    "noise": StepInput(
+        torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda config: not config.select_noise
+    ),
     "script": StepInput(torch.float32, "row", _script),
     # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive),
     # steps of the sequence and of its current block before this one, and tokens per step in the block so far.
-    "prompt_end": StepInput(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda rule: True),
-    "response_end": StepInput(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda rule: True),
+    "prompt_end": StepInput(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda config: True),
+    "response_end": StepInput(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda config: True),
     "block_start": StepInput(torch.int32, "sequence", lambda at: at.state.start.int()),
     "block_end": StepInput(torch.int32, "sequence", lambda at: (at.state.start + at.state.block).int()),
     "step": StepInput(torch.int32, "sequence", lambda at: at.state.counter.int()),
@@ -165,7 +167,7 @@ def computed(names: Iterable[str], at: StepContext, late: bool | None = None, fi
         offer = STEP_INPUTS.get(name)
         if offer is None or offer.value is None or late not in (None, offer.late):
             continue
-        if fixed or not offer.fixed(at.rule):
+        if fixed or not offer.fixed(at.config):
             found[name] = offer.value(at)
     return found
 

@@ -92,7 +92,7 @@ class StepTransition:
     the next step.
 
     Args:
-        rule: how to decode.
+        config: how to decode.
         state: before the first step; its tensors become this object's.
         capacity: rows that a step may have; more than a state ever packs are padding.
         pool: where to capture the transition; None to run it op by op.
@@ -107,23 +107,23 @@ class StepTransition:
 
     def __init__(
         self,
-        rule: BatchConfig,
+        config: BatchConfig,
         state: DecodeState,
         capacity: int,
         pool: GraphPool | None = None,
         compiler: TraceCompiler | None = None,
     ):
-        self.rule, self.state, self.capacity, self._pool, self._compiler = rule, state, capacity, pool, compiler
-        state.carry(rule.policy)
+        self.config, self.state, self.capacity, self._pool, self._compiler = config, state, capacity, pool, compiler
+        state.carry(config.policy)
         state.grant()
         self.rows = self._rows_of(state)
         report = state.report()
         self.report = Mapped(report.shape, report.dtype, report.device)
-        self._names = (*(spec.name for spec in rule.inputs), *NEEDED)
-        self.carried = {spec.name: spec for spec in rule.inputs if spec.carried}
-        if rule.guided:
+        self._names = (*(spec.name for spec in config.inputs), *NEEDED)
+        self.carried = {spec.name: spec for spec in config.inputs if spec.carried}
+        if config.guided:
             self.carried |= {TWIN + name: replace(spec, name=TWIN + name) for name, spec in self.carried.items()}
-        self.inputs = computed(self._names, StepContext(self.rows, state, rule), late=False) | self._initial()
+        self.inputs = computed(self._names, StepContext(self.rows, state, config), late=False) | self._initial()
         self._given: dict[str, Tensor] = {}
         self._fill: dict[str, Tensor] = {}
         self._graph: tuple[Replay, Held] | None = None
@@ -136,7 +136,7 @@ class StepTransition:
 
         No other slot changes. They are packed by the next `move` or `pack`. state: on the host.
         """
-        state.carry(self.rule.policy)
+        state.carry(self.config.policy)
         state.granted = torch.zeros_like(state.granted)  # the slot's last request may be part of the step that runs
         mine, theirs = ({n: one for n, one in _named(s) if n not in LEFT_ALONE} for s in (self.state, state))
         at, *values = upload(self.state.start.device, torch.tensor(slots), *theirs.values())
@@ -185,13 +185,13 @@ class StepTransition:
         _write(self._packed())
 
     def _write_fixed(self) -> None:
-        moment = StepContext(self.rows, self.state, self.rule)
+        moment = StepContext(self.rows, self.state, self.config)
         for name, value in computed(self._names, moment, late=False).items():
-            if STEP_INPUTS[name].fixed(self.rule) and STEP_INPUTS[name].per == "sequence":
+            if STEP_INPUTS[name].fixed(self.config) and STEP_INPUTS[name].per == "sequence":
                 self.inputs[name].copy_(value)
 
     def _rows_of(self, state: DecodeState) -> StepRows:
-        editing = per_sequence(lambda traits: traits.edits, self.rule.policy, state.kind)
+        editing = per_sequence(lambda traits: traits.edits, self.config.policy, state.kind)
         return state.rows(self.capacity, editing)
 
     def prefilled(self, outputs: Mapping[str, Tensor], took_part: Tensor) -> None:
@@ -202,7 +202,7 @@ class StepTransition:
 
     def late(self, names: Iterable[str], keys: int | None = None) -> dict[str, Tensor]:
         """Compute the named inputs that the loop computes only before programs that read them; see `StepContext`."""
-        return computed(names, StepContext(self.rows, self.state, self.rule, keys), late=True)
+        return computed(names, StepContext(self.rows, self.state, self.config, keys), late=True)
 
     def _initial(self) -> dict[str, Tensor]:
         return initial_states(self.carried.values(), len(self.state.start), self.state.start.device)
@@ -273,15 +273,15 @@ class StepTransition:
 
     def _next(self) -> tuple[list[Assignment], Decision]:
         """Updates of everything but the rows by a step, and its decision; nothing is written."""
-        rule, given = self.rule, self._given
+        config, given = self.config, self._given
         measured = {s: given[s.name] for s in GIVEN if s.name in given}
         if "measured" in given:
-            measured |= zip(statistics_of(rule.policy), given["measured"].unbind(1), strict=True)
+            measured |= zip(statistics_of(config.policy), given["measured"].unbind(1), strict=True)
         results = row_results(
             self.rows, given["token"], given["confidence"], given.get("kept"), measured, given.get("draw")
         )
         after = copy.copy(self.state)  # transitions replace tensors and never write into them
-        committed = after.apply(self.rows, results, rule.policy, rule.block_cache, rule.recommit, self._noise())
+        committed = after.apply(self.rows, results, config.policy, config.block_cache, config.recommit, self._noise())
         carried = self._carried(after)
         pairs = [*_pairs(self.state, after), *((self.inputs[name], value) for name, value in carried.items())]
         return _distinct([*pairs, (self.report.tensor, after.report())]), Decision(results, committed)
@@ -299,7 +299,7 @@ class StepTransition:
         return found
 
     def _noise(self) -> Tensor | None:
-        if "noise" not in needs_of(self.rule.policy):
+        if "noise" not in needs_of(self.config.policy):
             return None
         columns = torch.arange(self.state.block, device=self.state.start.device)
         return policy_noise(self.state.keys.T, self.state.start[:, None] + columns, self.state.counter)
@@ -307,7 +307,7 @@ class StepTransition:
     def _packed(self) -> list[Assignment]:
         """Updates of the rows of the next step, and of the inputs computed from them; nothing is written."""
         rows = self._rows_of(self.state)
-        inputs = computed(self._names, StepContext(rows, self.state, self.rule), late=False, fixed=False)
+        inputs = computed(self._names, StepContext(rows, self.state, self.config), late=False, fixed=False)
         return _distinct([*_pairs(self.rows, rows), *((self.inputs[name], value) for name, value in inputs.items())])
 
     # -- how it runs ----------------------------------------------------------------------------------------------
@@ -331,8 +331,8 @@ class StepTransition:
         values = (getattr(self.state, field.name) for field in fields(self.state))
         fixed = tuple(value for value in values if not isinstance(value, Tensor | dict))
         shapes = tuple(value.shape for value in held)
-        key = (part.name, self.rule.key, type(self.state), self.state.block, fixed, given, shapes)
-        name = f"the {part.name} between steps under policy {self.rule.policies}"
+        key = (part.name, self.config.key, type(self.state), self.state.block, fixed, given, shapes)
+        name = f"the {part.name} between steps under policy {self.config.policies}"
         return compiler.function(name, self._traceable(part, held), held, key, ahead)
 
     def _held(self, part: TransitionPart) -> list[Tensor]:
@@ -385,7 +385,7 @@ class StepTransition:
         except RuntimeError as error:
             raise LoweringError(
                 f"the transition between steps cannot be captured as a CUDA graph: {str(error).splitlines()[0]} "
-                f"Policy {self.rule.policies} may read values on the host; decode with graphs=False."
+                f"Policy {self.config.policies} may read values on the host; decode with graphs=False."
             ) from error
         finally:  # a capture runs it to warm up
             for tensor, value in before:

@@ -43,16 +43,16 @@ class Transitions:
         if columns <= WARM_COLUMNS:
             self._columns = -(-columns // self.stride(block)) * self.stride(block)
 
-    def passing(self, rule: BatchConfig, state: DecodeState) -> StepTransition:
+    def passing(self, config: BatchConfig, state: DecodeState) -> StepTransition:
         """The transition of a batch whose shape no other will have: nothing is captured."""
-        return StepTransition(rule, state, state.capacity)
+        return StepTransition(config, state, state.capacity)
 
-    def lasting(self, rule: BatchConfig, state: DecodeState) -> StepTransition:
+    def lasting(self, config: BatchConfig, state: DecodeState) -> StepTransition:
         """A captured transition for a batch of this shape with idle slots: that of the call before, if it fits."""
-        key = (rule.key, state.block, state.most_rows, tuple(state.canvas.shape), tuple(state.wanted().shape))
+        key = (config.key, state.block, state.most_rows, tuple(state.canvas.shape), tuple(state.wanted().shape))
         if self._last is None or self._last[0] != key:
             if self._last is not None:
                 self._last[1].let_go()
                 self._last = None  # frees its tensors before new ones are made
-            self._last = (key, StepTransition(rule, state, state.capacity, self._pool, self._compiler))
+            self._last = (key, StepTransition(config, state, state.capacity, self._pool, self._compiler))
         return self._last[1]

@@ -38,8 +38,8 @@ class Rehearsal:
         shape, state, device = batch.shape, batch.transition.state, batch.kv.device
         idle = replace(state, active=torch.zeros_like(state.active))
         rows = idle_rows(self.rows, shape.slots, shape.block, device)
-        given = computed(self.program.inputs, StepContext(rows, idle, batch.rule, self.keys))
-        states = initial_states(batch.rule.inputs, shape.slots, device)
+        given = computed(self.program.inputs, StepContext(rows, idle, batch.config, self.keys))
+        states = initial_states(batch.config.inputs, shape.slots, device)
         return self.program({**batch.caches(), **states, **given}, self.rows).outputs
 
 

@@ -119,7 +119,7 @@ class Decide:
         if sampler not in self._decoders:
             self._decoders[sampler] = sampler.begin(self._spec.mask_id)
         found = self._decoders[sampler].decode(logits[entry], context)._asdict()
-        if asked := statistics_of(transition.rule.policy):
+        if asked := statistics_of(transition.config.policy):
             memory = caches[kept_rows(asked, self._spec.vocab).name]
             slot = row_slots(rows.positions, caches["page_table"], rows.cu_rows, memory)[at]
             live = torch.ones_like(at, dtype=torch.bool)
