@@ -138,9 +138,9 @@ def build_engine(
     scoring: Callable[[], Program],
 ) -> Engine:
     """Build an engine over a session's programs and memory; see `build_core` and `Engine`."""
-    driver = build_core(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
-    questions = Questions(lambda: Scorer(session.spec, scoring, driver.shape.block, session.device))
-    return Engine(driver, questions, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
+    core = build_core(session, settings, tokenizer=tokenizer, prepare=prepare, profiled=profiled)
+    questions = Questions(lambda: Scorer(session.spec, scoring, core.shape.block, session.device))
+    return Engine(core, questions, encode, occupied, model=model, recipe=recipe, tokenizer=tokenizer)
 
 
 def build_core(
@@ -152,7 +152,7 @@ def build_core(
     profiled: Callable[[int, int], Profile],
     clock: Callable[[], float] = time.monotonic,
 ) -> EngineCore:
-    """Build the driver of an engine, which runs without the engine's thread.
+    """Build the core of an engine, which runs without the engine's thread.
 
     Args:
         session: the programs and memory; no other caller may use it while the engine is open.

@@ -44,17 +44,17 @@ class Engine:
     Every request may have a `Decoding` of its own. Its tokens are those that it would get alone.
 
     Args:
-        driver: takes requests through their slots.
+        core: takes requests through their slots.
         questions: answers those about labels.
         model: its name; recipe: the name of its recipe; spec: the facts of it.
         tokenizer: as the model has it; None for no text.
         encode: ids of a text; raises `InputError` without a tokenizer.
-        occupied: entered while the driver runs, so that no other caller uses the model meanwhile.
+        occupied: entered while the core runs, so that no other caller uses the model meanwhile.
     """
 
     def __init__(
         self,
-        driver: EngineCore,
+        core: EngineCore,
         questions: Questions,
         encode: Callable[[str], list[int]],
         occupied: Callable[[], AbstractContextManager[object]],
@@ -63,14 +63,14 @@ class Engine:
         recipe: str,
         tokenizer: Decoder | None,
     ):
-        self._driver, self._questions, self._encode = driver, questions, encode
-        self.model, self.recipe, self.spec, self.tokenizer = model, recipe, driver.session.spec, tokenizer
+        self._core, self._questions, self._encode = core, questions, encode
+        self.model, self.recipe, self.spec, self.tokenizer = model, recipe, core.session.spec, tokenizer
         self._bridges: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopBridge] = (
             weakref.WeakKeyDictionary()
         )
         self._ids: dict[str, int] = {}  # of requests that have not ended
         self._numbers = itertools.count()
-        self._loop = EngineThread(driver, questions, occupied)
+        self._loop = EngineThread(core, questions, occupied)
         self._wake = self._loop.wake
         weakref.finalize(self, self._loop.leave).atexit = False  # a dropped engine can no longer be closed
 
@@ -155,10 +155,10 @@ class Engine:
         """Make a ticket, without an id, of a request that can be served; raise what `submit` does for one that cannot.
         Checking many takes its time, so the lock is not held here.
         """
-        request = one.checked(self._driver, self._encode)
+        request = one.checked(self._core, self._encode)
         sink = GuardedSink(one.sink, self._freed, self.cancel)
-        ticket = self._driver.ticket("", next(self._numbers), request, sink, one.draft, one.priority)
-        self._driver.fits(ticket)
+        ticket = self._core.ticket("", next(self._numbers), request, sink, one.draft, one.priority)
+        self._core.fits(ticket)
         return ticket
 
     def _queue(self, several: Sequence[RequestSpec], tickets: Sequence[EngineRequest]) -> list[str]:
@@ -368,24 +368,24 @@ class Engine:
         """Raise what `submit` does if `count` requests cannot be queued now, whatever they are."""
         with self._wake:
             self._open()
-            self._driver.scheduler.check_queue(count, len(self._loop.inbox) + len(self._questions))
+            self._core.scheduler.check_queue(count, len(self._loop.inbox) + len(self._questions))
 
     # -- the engine as a whole -----------------------------------------------------------------------------------------
 
     @property
     def stats(self) -> EngineStats:
         """Counts since the engine began."""
-        driver = self._driver
-        scheduler, counters, stages = driver.scheduler, driver.scheduler.counters, driver.stages
-        kv = driver.session.kv
+        core = self._core
+        scheduler, counters, stages = core.scheduler, core.scheduler.counters, core.stages
+        kv = core.session.kv
         return EngineStats(
             running=len(scheduler.running),
             waiting=scheduler.waiting + len(self._loop.inbox),
-            finished=dict(driver.totals.finished),
+            finished=dict(core.totals.finished),
             admitted=counters.admitted,
-            preempted=driver.totals.preempted,
-            prompt_tokens=driver.totals.prompt_tokens,
-            completion_tokens=driver.totals.completion_tokens,
+            preempted=core.totals.preempted,
+            prompt_tokens=core.totals.prompt_tokens,
+            completion_tokens=core.totals.completion_tokens,
             steps=stages.steps,
             rows=dict(stages.rows),
             padded=dict(stages.padded),
@@ -393,37 +393,37 @@ class Engine:
             budget_fill=scheduler.fill,
             longest_wait=counters.skipped,
             pages=scheduler.budgets.pages,
-            free_pages=driver.free_pages,
+            free_pages=core.free_pages,
             kv_bytes=kv.pool_bytes(scheduler.budgets.pages, scheduler.budgets.rings),
-            prefix_asked=0 if driver.prefix is None else driver.prefix.asked,
-            prefix_found=0 if driver.prefix is None else driver.prefix.found,
-            mixed_rows=driver.totals.mixed_rows,
+            prefix_asked=0 if core.prefix is None else core.prefix.asked,
+            prefix_found=0 if core.prefix is None else core.prefix.found,
+            mixed_rows=core.totals.mixed_rows,
         )
 
     @property
     def block_length(self) -> int:
         """Tokens that are denoised together."""
-        return self._driver.shape.block
+        return self._core.shape.block
 
     @property
     def max_sequences(self) -> int:
         """Requests that run at the same time."""
-        return self._driver.shape.slots
+        return self._core.shape.slots
 
     @property
     def max_tokens(self) -> int:
         """Positions of a request, prompt and response together."""
-        return self._driver.max_tokens
+        return self._core.max_tokens
 
     @property
     def clock(self) -> Callable[[], float]:
         """The clock of the times in `Served`, in seconds."""
-        return self._driver.clock
+        return self._core.clock
 
     @property
     def scheduler(self) -> str:
         """Name of the scheduler."""
-        return self._driver.scheduler.strategy.name
+        return self._core.scheduler.strategy.name
 
     policy = former_attribute("Engine", "policy", "scheduler")
 

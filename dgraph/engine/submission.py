@@ -33,11 +33,11 @@ class RequestSpec:
     index: int = 0
     number: int | None = None
 
-    def checked(self, driver: EngineCore, encode: Callable[[str], list[int]]) -> Request:
+    def checked(self, core: EngineCore, encode: Callable[[str], list[int]]) -> Request:
         """Check the submission and make its request; compile what that needs, unless that was done.
 
         Args:
-            driver: serves it.
+            core: serves it.
             encode: ids of a text.
 
         Raises:
@@ -51,9 +51,9 @@ class RequestSpec:
             raise InputError(f"sink is a function that is called with every event, got {self.sink!r}.")
         if self.request_id is not None and not isinstance(self.request_id, str):
             raise InputError(f"request_id is a text, or None to make one, got {self.request_id!r}.")
-        spec, block, room = driver.session.spec, driver.shape.block, driver.max_tokens
+        spec, block, room = core.session.spec, core.shape.block, core.max_tokens
         chosen = self.decoding.for_model(spec)
-        if chosen.stop and driver.tokenizer is None:
+        if chosen.stop and core.tokenizer is None:
             raise InputError(
                 "the model came without a tokenizer, so texts in stop mean nothing; leave them out.", field="stop"
             )
@@ -79,5 +79,5 @@ class RequestSpec:
                 f"far as kv_bytes holds them); shorten the prompt, or ask for fewer.",
                 field="max_new_tokens",
             )
-        driver.check(chosen)
+        core.check(chosen)
         return Request.of(ids, chosen, self.index, fixed, spec)

@@ -1,7 +1,7 @@
 """The thread that drives the device: it takes the requests that have come, and carries them out on every rank.
 
 Where several ranks hold the model, rank 0 decides. Before each turn it tells the others what the turn takes in, while
-the step before runs. All else is the same on every rank: the driver and the scheduler look only at that and at reports,
+the step before runs. All else is the same on every rank: the core and the scheduler look only at that and at reports,
 which are the same. Nothing is told while nothing runs.
 """
 
@@ -66,12 +66,12 @@ class Intake:
 
 
 class EngineThread:
-    """Turns of a driver, until it is closed, in a thread of its own.
+    """Turns of a core, until it is closed, in a thread of its own.
 
     Args:
-        driver: takes requests through their slots.
+        core: takes requests through their slots.
         questions: answers those about labels.
-        occupied: entered while the driver runs.
+        occupied: entered while the core runs.
 
     Attributes:
         ranks: the group that holds the model; rank 0 leads.
@@ -81,11 +81,9 @@ class EngineThread:
         dead: the error that ended it, if one did.
     """
 
-    def __init__(
-        self, driver: EngineCore, questions: Questions, occupied: Callable[[], AbstractContextManager[object]]
-    ):
-        self._driver, self._questions, self._occupied = driver, questions, occupied
-        self.ranks: Group = driver.session.ranks
+    def __init__(self, core: EngineCore, questions: Questions, occupied: Callable[[], AbstractContextManager[object]]):
+        self._core, self._questions, self._occupied = core, questions, occupied
+        self.ranks: Group = core.session.ranks
         self.wake = threading.Condition()
         self.inbox: list[EngineRequest] = []
         self.cancelled: list[int] = []
@@ -128,7 +126,7 @@ class EngineThread:
             atexit.unregister(self.close)
 
     def _drive(self) -> None:
-        device = self._driver.session.device
+        device = self._core.session.device
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # of this thread alone: it begins with the first one
         with self._occupied():  # until every page is back
@@ -142,17 +140,17 @@ class EngineThread:
 
     def _decided(self) -> Intake | None:
         """Wait until there is something to do, and take the input of the next turn; None when the loop is over."""
-        driver = self._driver
+        core = self._core
         with self.wake:
-            while not (self.inbox or self.cancelled or driver.tickets or self._questions or self.closing or self._lost):
+            while not (self.inbox or self.cancelled or core.tickets or self._questions or self.closing or self._lost):
                 self.wake.wait()
             if self._lost is not None:
                 raise self._lost
-            over = self.closing and not (driver.tickets or self.inbox or self._questions)
+            over = self.closing and not (core.tickets or self.inbox or self._questions)
             arrived = tuple(self.inbox)
             for ticket in arrived:
-                driver.take(ticket)
-            cancelled = tuple(driver.tickets if self.aborting else self.cancelled)
+                core.take(ticket)
+            cancelled = tuple(core.tickets if self.aborting else self.cancelled)
             self.inbox, self.cancelled = [], []
         if self.aborting:
             self._questions.fail(EngineClosed("the engine was closed before the question was answered."))
@@ -161,22 +159,22 @@ class EngineThread:
             return None
         known = (Arrival(t.id, t.number, t.request, t.draft, t.priority, t.times.arrived) for t in arrived)
         alone = self.ranks.world == 1
-        intake = Intake(driver.clock(), () if alone else tuple(known), cancelled, self._questions.take())
+        intake = Intake(core.clock(), () if alone else tuple(known), cancelled, self._questions.take())
         self.ranks.broadcast(intake)
         return intake
 
     def _carry_out(self, intake: Intake) -> None:
-        driver = self._driver
+        core = self._core
         if not self.leads:
             for one in intake.arrivals:
                 told = one.id, one.number, one.request, _unheard, one.draft, one.priority
-                driver.take(driver.ticket(*told, arrived=one.arrived))
-        report = driver.turn(driver.plan(intake.cancelled, intake.now))
+                core.take(core.ticket(*told, arrived=one.arrived))
+        report = core.turn(core.plan(intake.cancelled, intake.now))
         self._turns += 1
         self.ranks.check()
         if report is not None:
-            agree_on_step(self.ranks, self._turns, report, driver.stages.rows, driver.stages.padded)
-            driver.apply_report(report)
+            agree_on_step(self.ranks, self._turns, report, core.stages.rows, core.stages.padded)
+            core.apply_report(report)
         if intake.question is not None:
             self._questions.answer(intake.question)
 
@@ -206,10 +204,10 @@ class EngineThread:
         if self.dead is not None:
             self.ranks.fail(f"{type(cause).__name__}: {cause}")
         for ticket in inbox:
-            self._driver.tickets[ticket.number] = ticket
+            self._core.tickets[ticket.number] = ticket
         self._questions.fail(cause)
-        self._driver.fail(cause)
-        self._driver.close()
+        self._core.fail(cause)
+        self._core.close()
 
 
 def _unheard(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""A driver that is taken through its turns one by one, and everything that must hold of what it tells.
+"""A core that is taken through its turns one by one, and everything that must hold of what it tells.
 
 Time is the number of turns: a clock of its own, so that equal schedules are served equally.
 """
@@ -164,32 +164,32 @@ def driver_of(
 
 
 class Turns:
-    """Takes a schedule through a driver."""
+    """Takes a schedule through a core."""
 
     def __init__(self, session: BlockSession, asked: Sequence[Asked], **settings: Any):
         self.now = 0
         self.asked = asked
-        self.driver = driver_of(session, lambda: float(self.now), **settings)
+        self.core = driver_of(session, lambda: float(self.now), **settings)
         self.told = [Told() for _ in asked]
         self.most_running = 0
 
     def run(self, limit: int = 5000) -> list[Told]:
         """Serve all of them, and check what must hold then."""
-        driver, left = self.driver, list(enumerate(self.asked))
-        while left or driver.tickets:
+        core, left = self.core, list(enumerate(self.asked))
+        while left or core.tickets:
             cancelled = [
                 number
                 for number, one in enumerate(self.asked)
-                if one.cancel is not None and one.turn + one.cancel <= self.now and number in driver.tickets
+                if one.cancel is not None and one.turn + one.cancel <= self.now and number in core.tickets
             ]
             while left and any(one.turn <= self.now for _, one in left):
                 number, one = next((n, a) for n, a in left if a.turn <= self.now)
                 left.remove((number, one))
-                driver.check(one.decoding)
-                request, sink = one.request(driver.session.spec), self.told[number].events.append
-                ticket = driver.ticket(f"r{number}", number, request, sink, one.draft, one.priority)
-                driver.fits(ticket)
-                driver.take(ticket)
+                core.check(one.decoding)
+                request, sink = one.request(core.session.spec), self.told[number].events.append
+                ticket = core.ticket(f"r{number}", number, request, sink, one.draft, one.priority)
+                core.fits(ticket)
+                core.take(ticket)
             self.turn(cancelled)
             self.now += 1
             assert self.now < limit, "a request that never ends"
@@ -197,20 +197,20 @@ class Turns:
         return self.told
 
     def turn(self, cancelled: Sequence[int] = ()) -> None:
-        report = self.driver.turn(self.driver.plan(cancelled))
+        report = self.core.turn(self.core.plan(cancelled))
         if report is not None:
-            self.driver.follow(report)
-        self.most_running = max(self.most_running, len(self.driver.scheduler.running))
+            self.core.follow(report)
+        self.most_running = max(self.most_running, len(self.core.scheduler.running))
 
     def check(self) -> None:
         """Nothing is left, and everything has been counted."""
-        driver, kv = self.driver, self.driver.session.kv
-        scheduler, totals = driver.scheduler, driver.totals
+        core, kv = self.core, self.core.session.kv
+        scheduler, totals = core.scheduler, core.totals
         for told, asked in zip(self.told, self.asked, strict=True):
             told.check(asked)
         assert not scheduler.running
         assert not scheduler.waiting
-        assert (driver.free_pages, driver.free_rings) == (scheduler.budgets.pages, scheduler.budgets.rings)
+        assert (core.free_pages, core.free_rings) == (scheduler.budgets.pages, scheduler.budgets.rings)
         assert sum(totals.finished.values()) == len(self.asked)
         for reason, count in totals.finished.items():
             assert sum(told.finish == reason for told in self.told) == count
@@ -222,20 +222,20 @@ class Turns:
         assert counters.admitted <= len(self.asked) + counters.requeued
         if isinstance(scheduler.strategy, LookAhead):
             assert counters.skipped <= self.patience(scheduler.strategy) + 1
-        driver.close()
+        core.close()
         assert kv.free_pages == kv.pages
         assert all(store.owners(page) == 0 for store in (kv, *kv.rings.values()) for page in range(store.pages))
         assert all(ring.free_pages == ring.pages for ring in kv.rings.values())
-        packed = driver.session.packed
+        packed = core.session.packed
         if packed is not None:
             assert not any(runs._of or runs._taken for runs in packed._runs.values())
         kv.unlimited()
 
     def patience(self, policy: LookAhead) -> int:
         """Steps that a request may sit out, as `LookAhead` says."""
-        budgets, block = self.driver.scheduler.budgets, self.driver.shape.block
-        largest = 2 * block + self.driver.shape.mixed
-        if self.driver.session.spec.attention != "block_causal":
+        budgets, block = self.core.scheduler.budgets, self.core.shape.block
+        largest = 2 * block + self.core.shape.mixed
+        if self.core.session.spec.attention != "block_causal":
             largest = max(len(a.ids) + a.decoding.max_new_tokens for a in self.asked)
         return policy.patience + 1 + (budgets.sequences - 1) * 2 // (budgets.rows // min(largest, budgets.rows))
 

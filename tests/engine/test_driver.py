@@ -428,7 +428,7 @@ def test_nobody_decodes_before_its_prompt_is_there() -> None:
     turns = Turns(made("step"), asked, max_sequences=1, max_tokens=64, max_batched_rows=2 * BLOCK)
     turns.run()
     turns.told[0].check_as(alone(("step",), made("step"), asked[0]))
-    assert turns.driver.stages.rows["prefill"] == 12
+    assert turns.core.stages.rows["prefill"] == 12
 
 
 @pytest.mark.parametrize(("sequences", "most"), [(9, 16 * BLOCK), (13, 12 * BLOCK)])
@@ -443,14 +443,14 @@ def test_a_prompt_gets_the_rows_that_steps_leave_and_a_share_of_those_that_they_
     rows = {"max_batched_rows": most, "max_mixed_rows": 0}
     turns = Turns(made("step"), asked, max_sequences=sequences, max_tokens=64, **rows)
     runs: list[int] = []
-    count = turns.driver.stages.count_stage
+    count = turns.core.stages.count_stage
 
     def counted(name: str, rows: int, padded: int, seconds: float) -> None:
         count(name, rows, padded, seconds)
         if name == "prefill":
             runs.append(rows)
 
-    monkeypatch.setattr(turns.driver.stages, "count_stage", counted)
+    monkeypatch.setattr(turns.core.stages, "count_stage", counted)
     told = turns.run()
     assert runs == [len(PROMPTS[6])]
     told[-1].check_as(alone(("step",), made("step"), asked[-1]))
@@ -465,10 +465,10 @@ def test_prompts_that_begin_alike_are_prefilled_once(mixed: int | None) -> None:
     turns = Turns(made("step"), asked, max_sequences=2, max_tokens=64, max_mixed_rows=mixed)
     told = turns.run()
     assert [one.events[-1].usage.cached_tokens for one in told] == [0, 12, 12]
-    rows = turns.driver.stages.rows.get("prefill", 0), turns.driver.totals.mixed_rows
+    rows = turns.core.stages.rows.get("prefill", 0), turns.core.totals.mixed_rows
     assert rows == ((12, 0) if mixed == 0 else (0, 12))
-    assert turns.driver.prefix is not None
-    assert (turns.driver.prefix.asked, turns.driver.prefix.found) == (36, 24)
+    assert turns.core.prefix is not None
+    assert (turns.core.prefix.asked, turns.core.prefix.found) == (36, 24)
 
 
 @pytest.mark.parametrize("kind", ["sample", "evict"])
@@ -476,27 +476,27 @@ def test_who_gives_way_says_the_same_later(kind: str) -> None:
     decoding = Decoding(max_new_tokens=18, threshold=1.0, ignore_eos=True, **HEAT[kind][-1])
     asked = [Asked(PROMPTS[n], decoding, index=n) for n in range(4)]
     turns = served(kind, asked, {"max_sequences": 4, "max_tokens": 32, "kv_bytes": 9 * PAGE_BYTES, "scheduler": "fcfs"})
-    assert turns.driver.totals.preempted > 0
-    assert sum(told.events[-1].served.requeued for told in turns.told) == turns.driver.totals.preempted
+    assert turns.core.totals.preempted > 0
+    assert sum(told.events[-1].served.requeued for told in turns.told) == turns.core.totals.preempted
     # Of who gives way the step that runs is not heard of any more.
-    rows, heard = list(turns.driver.stages.rows.values())[-1], sum(told.events[-1].usage.rows for told in turns.told)
-    rows -= turns.driver.totals.mixed_rows
-    assert 0 <= rows - heard <= turns.driver.totals.preempted * 2 * BLOCK
+    rows, heard = list(turns.core.stages.rows.values())[-1], sum(told.events[-1].usage.rows for told in turns.told)
+    rows -= turns.core.totals.mixed_rows
+    assert 0 <= rows - heard <= turns.core.totals.preempted * 2 * BLOCK
 
 
 def test_who_gives_way_again_goes_on_at_the_same_block() -> None:
     """It begins with what it had when it first gave way, if it has not come to another block since."""
     asked = Asked(PROMPTS[3], Decoding(max_new_tokens=18, threshold=1.0, ignore_eos=True))
     turns = Turns(made("step"), [asked], max_sequences=1, max_tokens=32, pages="block", prefix_cache=False)
-    driver = turns.driver
-    ticket = driver.ticket("r0", 0, asked.request(driver.session.spec), turns.told[0].events.append, False, 0)
-    driver.take(ticket)
+    core = turns.core
+    ticket = core.ticket("r0", 0, asked.request(core.session.spec), turns.told[0].events.append, False, 0)
+    core.take(ticket)
     known = []
-    while driver.tickets:
+    while core.tickets:
         turns.turn()
-        if ticket.slot >= 0 and driver.tickets and len(known) < 6 and len(ticket.said) >= 2 * BLOCK:
-            assert driver._batch is not None
-            driver._give_way(driver._batch, ticket)
+        if ticket.slot >= 0 and core.tickets and len(known) < 6 and len(ticket.said) >= 2 * BLOCK:
+            assert core._batch is not None
+            core._give_way(core._batch, ticket)
             known.append(len(ticket.going_on.ids))
     assert len(known) == 6
     assert known == sorted(known)

@@ -309,7 +309,7 @@ def several(events: queue.SimpleQueue[Event], count: int = 3, **more: Any) -> li
 
 
 def test_the_engine_goes_on_while_requests_are_checked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    events, fits = queue.SimpleQueue[Event](), served.engine._driver.fits
+    events, fits = queue.SimpleQueue[Event](), served.engine._core.fits
     checking, ended = threading.Event(), threading.Event()
 
     def patient(ticket: EngineRequest) -> None:
@@ -320,7 +320,7 @@ def test_the_engine_goes_on_while_requests_are_checked(served: Served, monkeypat
     served.hold()
     running = served.submit()
     assert served.gate.begun.wait(WAIT)
-    monkeypatch.setattr(served.engine._driver, "fits", patient)
+    monkeypatch.setattr(served.engine._core, "fits", patient)
     caller = threading.Thread(target=served.engine.submit_all, args=(several(events),))
     caller.start()
     assert checking.wait(WAIT)
@@ -441,7 +441,7 @@ def test_the_event_loop_goes_on_while_what_a_stream_needs_is_compiled(
         assert isinstance(found, asyncio.CancelledError if leaves else list)
         return found if isinstance(found, list) else []
 
-    monkeypatch.setattr(served.engine._driver, "_prepare", slowly)
+    monkeypatch.setattr(served.engine._core, "_prepare", slowly)
     assert bool(asyncio.run(both())) != leaves
     served.engine.close(drain=True)
     assert served.engine.stats.finished == ({} if leaves else {"length": 1})

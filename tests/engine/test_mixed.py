@@ -47,7 +47,7 @@ def check_alone(turns: Turns) -> None:
 
 def calls(turns: Turns, name: str) -> list[int]:
     """Rows of every forward of a program."""
-    return [len(call["input_ids"]) for call in turns.driver.session.programs[name].calls]  # type: ignore[attr-defined]
+    return [len(call["input_ids"]) for call in turns.core.session.programs[name].calls]  # type: ignore[attr-defined]
 
 
 def test_a_prompt_rides_in_the_step_of_the_others() -> None:
@@ -58,7 +58,7 @@ def test_a_prompt_rides_in_the_step_of_the_others() -> None:
     assert calls(turns, "prefill") == []
     # The first request commits a block in the fourth step; the second one takes two.
     assert calls(turns, "step")[:6] == [4, 4, 4, 8 + 16, 4 + 4, 4]
-    assert turns.driver.totals.mixed_rows == 12
+    assert turns.core.totals.mixed_rows == 12
     without = engine([asked[0], Asked((1,), SHORT, turn=3)])
     check_alone(without)
     assert len(calls(turns, "step")) == len(calls(without, "step"))
@@ -75,8 +75,8 @@ def test_what_is_counted_of_a_request_does_not_depend_on_how_its_prompt_went() -
     for mixed in (0, None):
         turns = engine(asked, max_mixed_rows=mixed)
         check_alone(turns)
-        counters = turns.driver.scheduler.counters
-        assert turns.driver.totals.mixed_rows == (0 if mixed == 0 else 4 * 8)
+        counters = turns.core.scheduler.counters
+        assert turns.core.totals.mixed_rows == (0 if mixed == 0 else 4 * 8)
         found.append(([one.events[-1].usage.rows for one in turns.told], counters.refresh_rows))
     assert found[0] == found[1]
     assert found[1][1] == 4 * 8
@@ -126,7 +126,7 @@ def test_a_prompt_that_waits_for_rows_is_encoded_once() -> None:
     turns = engine(waiting(), **WAITS)
     check_alone(turns)
     assert calls(turns, "step")[:6] == [8, 8, 8, 16, 8 + 12, 12]
-    assert (calls(turns, "prefill"), turns.driver.totals.mixed_rows) == ([], 8)
+    assert (calls(turns, "prefill"), turns.core.totals.mixed_rows) == ([], 8)
 
 
 def test_nobody_finds_a_prompt_before_it_is_encoded() -> None:
@@ -307,6 +307,6 @@ def test_wrong_values(wrong: Any) -> None:
 
 
 def test_there_is_no_more_room_for_prompts_than_steps_leave() -> None:
-    rooms = {rows: engine([], max_batched_rows=rows).driver.shape.mixed for rows in (8, 12, 100, 5000)}
+    rooms = {rows: engine([], max_batched_rows=rows).core.shape.mixed for rows in (8, 12, 100, 5000)}
     assert rooms == {8: 0, 12: 4, 100: 92, 5000: MIXED_ROWS}
-    assert engine([], max_mixed_rows=7).driver.shape.mixed == 7
+    assert engine([], max_mixed_rows=7).core.shape.mixed == 7

@@ -107,7 +107,7 @@ def test_who_gives_way_with_tokens_fixed_ahead_says_the_same_later(
     size = pages * kv.page_size * kv.position_bytes
     turns = Turns(made._session, asked, max_sequences=2, pages="block", kv_bytes=size, **engine)
     told = turns.run()
-    assert turns.driver.totals.preempted > 0
+    assert turns.core.totals.preempted > 0
     for one, each in zip(told, asked, strict=True):
         one.check_as(alone(family, made._session, each, **engine))
 

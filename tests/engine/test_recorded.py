@@ -77,7 +77,7 @@ def test_serving_records_no_further_stage(
         mine.check_as(theirs)
     assert {name for name, _ in pool.recorded[ahead:]} == {"transition"}
     assert not pool.refused
-    alone, together = turns.driver.stages.rows.get("prefill", 0), turns.driver.totals.mixed_rows
+    alone, together = turns.core.stages.rows.get("prefill", 0), turns.core.totals.mixed_rows
     rides = recipe in ("focus", "dyllm", "dense") and mixed != 0
     assert (alone > 0) == (family != "llada" and not (rides and mixed is None))
     assert (together > 0) == rides

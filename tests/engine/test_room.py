@@ -35,7 +35,7 @@ def test_blocks_that_begin_at_multiples_of_their_length(
     session = make_session(block, spec={"max_positions": positions}, page_size=8)
     asked = Asked((1, 2, 3), Decoding(max_new_tokens=room - 3, ignore_eos=True))
     turns = Turns(session, [asked], max_sequences=1, **settings)
-    assert turns.driver.max_tokens == room
+    assert turns.core.max_tokens == room
     (told,) = turns.run()
     assert len(told.token_ids) == room - 3
 
@@ -47,7 +47,7 @@ def test_a_step_whose_prompts_are_forwarded_whole_has_the_rows_of_the_longest(
     monkeypatch.setitem(PROMPT_ROWS, "cpu", 16)
     model = resolve(families()["llada"].random(), max_positions=positions, block_length=4)
     with dgraph.optimize(model, "dense", backend="eager").engine() as engine:
-        assert engine._driver.shape.most_rows == rows
+        assert engine._core.shape.most_rows == rows
 
 
 def test_a_block_longer_than_the_model() -> None:

@@ -150,7 +150,7 @@ def test_requests_of_an_engine_with_few_pages_get_what_transformers_generates(
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=3, max_tokens=120, pages=pages)
     turns.run()
     assert turns.most_running > 1
-    assert (turns.driver.totals.preempted > 0) == (pages == "block")
+    assert (turns.core.totals.preempted > 0) == (pages == "block")
     for told, one, (_, count) in zip(turns.told, schedule, lengths, strict=True):
         assert told.token_ids == wanted(list(one.ids), count, 1)
 
@@ -161,7 +161,7 @@ def test_prompts_share_their_pages_where_all_keys_are_kept() -> None:
     prompt, decoding = tuple(draw(40, 3)), Decoding(policy=RULE, max_new_tokens=2 * CANVAS, seed=1)
     schedule = [Asked(prompt, decoding, turn=0), Asked((*prompt, 7), decoding, turn=12)]
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=1, max_tokens=80, prefix_cache=True)
-    prefix = turns.driver.prefix
+    prefix = turns.core.prefix
     assert prefix is not None
     for told, one in zip(turns.run(), schedule, strict=True):
         assert told.token_ids == wanted(list(one.ids), 2, 1)

@@ -189,7 +189,7 @@ def test_requests_of_an_engine_get_what_they_get_alone(
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=3, max_tokens=160, pages=pages)
     turns.run()
     assert turns.most_running > 1
-    assert (turns.driver.totals.preempted > 0) == (pages == "block")
+    assert (turns.core.totals.preempted > 0) == (pages == "block")
     monkeypatch.undo()
     for told, one in zip(turns.told, schedule, strict=True):
         wanted = alone(("rings", window), every._session, one, prepare=every._prepare, max_tokens=160)
@@ -207,12 +207,12 @@ def test_admission_counts_the_pages_of_every_ring(room: int) -> None:
     first, later = (ring_size(24, rows, kv.page_size) for rows in (48, BLOCK))
     schedule = [asked(90, 41, 0), asked(90, 41, 0)]
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=room, max_tokens=160)
-    driver = turns.driver
+    core = turns.core
     pages = {24: first + (room - 1) * later, 1: room * ring_size(1, BLOCK, kv.page_size)}
-    assert driver.scheduler.budgets.rings == driver.free_rings == tuple(pages[window] for window in kv.rings)
+    assert core.scheduler.budgets.rings == core.free_rings == tuple(pages[window] for window in kv.rings)
     turns.run()
     assert turns.most_running == room
-    assert driver.scheduler.counters.requeued == 0
+    assert core.scheduler.counters.requeued == 0
 
 
 def test_a_pool_that_holds_no_ring_is_refused() -> None:
@@ -229,7 +229,7 @@ def test_what_needs_every_key_is_refused_by_name() -> None:
         made.generate(input_ids=[[1]], policy=RULE, max_new_tokens=8, keep_kv=True)
     with pytest.raises(InputError, match="window of 6 positions let keys behind it go, so prompts cannot share theirs"):
         Turns(made._session, [], prefix_cache=True)
-    assert Turns(made._session, []).driver.prefix is None
+    assert Turns(made._session, []).core.prefix is None
     made._session.give_back()
 
 

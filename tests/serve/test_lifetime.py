@@ -86,7 +86,7 @@ def test_all_choices_are_taken_or_none(http: httpx.Client, held: Held) -> None:
 def test_choices_hold_nobody_up_while_they_are_checked(
     http: httpx.Client, held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fits, checking, ended = held.engine._driver.fits, threading.Event(), threading.Event()
+    fits, checking, ended = held.engine._core.fits, threading.Event(), threading.Event()
 
     def patient(ticket: EngineRequest) -> None:
         checking.set()
@@ -97,7 +97,7 @@ def test_choices_hold_nobody_up_while_they_are_checked(
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(complete, http, "abc", **LONG)
         assert held.gate.begun.wait(WAIT)
-        monkeypatch.setattr(held.engine._driver, "fits", patient)
+        monkeypatch.setattr(held.engine._core, "fits", patient)
         many = pool.submit(complete, http, "abc", n=2)
         assert checking.wait(WAIT)
         held.gate.open.set()
