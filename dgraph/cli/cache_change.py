@@ -100,9 +100,7 @@ def import_(
     from dgraph.errors import CacheError
 
     if not trust:
-        raise CacheError(
-            f"{file} contains compiled code that dgraph will run. Add --trust if you trust its source."
-        )
+        raise CacheError(f"{file} contains compiled code that dgraph will run. Add --trust if you trust its source.")
     with status(f"reading {file}"):
         taken, present = upkeep.import_(open_cache(cache), Path(file), trust)
     if json:

@@ -21,7 +21,7 @@ import dgraph
 from dgraph import passes as all_passes
 from dgraph import testing
 from dgraph.cli.app import app
-from dgraph.engine.scheduling.schedulers import POLICIES as SCHEDULERS
+from dgraph.engine.scheduling.schedulers import SCHEDULERS
 from dgraph.ir.verifier import RULES
 from dgraph.ops import OPS, Op
 from dgraph.plans.papers import Paper
@@ -29,11 +29,11 @@ from dgraph.recipes import RECIPES, costs_of
 from dgraph.runtime import policies
 from dgraph.serve.application import build
 from dgraph.serve.lifetime import Lifetime
-from dgraph.serve.settings import ServeSettings
+from dgraph.serve.settings import ServerConfig
 
 FUNCTIONS = ("optimize", "load", "adopt", "recipe", "capture", "rewrite", "dump", "diff", "explain", "calibrate")
 """Public names that come first, in this order."""
-SETTINGS = ("Decoding", "Sampler", "Compilation", "WarmUp", "EngineSettings")
+SETTINGS = ("Decoding", "Sampler", "Compilation", "WarmUp", "EngineConfig")
 """Public names that are settings, in the order of their page."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 """Signs of bounds of JSON Schema."""
@@ -174,7 +174,7 @@ def _op(op: Op) -> Iterator[str]:
 def settings() -> str:
     """Every dataclass of settings: its fields with defaults and meanings; then the schedulers."""
     classes = {f"dgraph.{name}": getattr(dgraph, name) for name in SETTINGS}
-    classes |= {"dgraph.serve.settings.ServeSettings": ServeSettings, "dgraph.ModelSpec": dgraph.ModelSpec}
+    classes |= {"dgraph.serve.settings.ServerConfig": ServerConfig, "dgraph.ModelSpec": dgraph.ModelSpec}
     found = [part for name, cls in classes.items() for part in _dataclass(f"## {name}", cls)]
     found.append("## Schedulers")
     found += [part for name, cls in SCHEDULERS.items() for part in _dataclass(f"### {name}", cls)]
@@ -207,7 +207,7 @@ def _options(defaults: Mapping[str, Any], meanings: Mapping[str, str]) -> str:
 
 def http_api() -> str:
     """Every path with its bodies and statuses, the meanings of statuses, then every schema that they name."""
-    document = build(Lifetime(), ServeSettings()).openapi()
+    document = build(Lifetime(), ServerConfig()).openapi()
     found, meanings = ["## Paths"], dict[str, str]()
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
