@@ -65,9 +65,7 @@ class Engine:
     ):
         self._core, self._questions, self._encode = core, questions, encode
         self.model, self.recipe, self.spec, self.tokenizer = model, recipe, core.session.spec, tokenizer
-        self._bridges: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopBridge] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._bridges = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, EventLoopBridge]()
         self._ids: dict[str, int] = {}  # of requests that have not ended
         self._numbers = itertools.count()
         self._loop = EngineThread(core, questions, occupied)
@@ -203,7 +201,7 @@ class Engine:
             self.cancel(event.request_id)
 
     def event_loop_bridge(self) -> EventLoopBridge:
-        """EventLoopBridge of the running event loop: it makes sinks whose events arrive there."""
+        """Bridge to the running event loop: it makes sinks whose events arrive there."""
         loop = asyncio.get_running_loop()
         if loop not in self._bridges:
             self._bridges[loop] = EventLoopBridge(loop, weakly(self._unheard))

@@ -199,7 +199,7 @@ class Turns:
     def turn(self, cancelled: Sequence[int] = ()) -> None:
         report = self.core.turn(self.core.plan(cancelled))
         if report is not None:
-            self.core.follow(report)
+            self.core.apply_report(report)
         self.most_running = max(self.most_running, len(self.core.scheduler.running))
 
     def check(self) -> None:

@@ -19,6 +19,7 @@ from dgraph.runtime.state.base import OUT
 from dgraph.runtime.state.bidirectional import BidirectionalState
 from dgraph.runtime.state.block_causal import BlockCausalState
 from dgraph.runtime.state.encode_denoise import EncodeDenoiseState
+from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import summary
 from tests.runtime.test_block_causal import step as step_of_blocks
 from tests.runtime.test_canvas import MASK, step
@@ -33,10 +34,8 @@ def begin(kind: type[State], prompts: list[list[int]], new: int, kv: KVPlan | No
     for row, prompt in zip(canvas, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
     lengths = torch.tensor([len(p) for p in prompts])
-    return kind.begin(
-        canvas, torch.arange(len(prompts)), lengths, max_new_tokens=new, block=4, mask_id=MASK,
-        stop_ids=torch.tensor([50]), kv=kv, **more,
-    )  # fmt: skip
+    facts = {"max_new_tokens": new, "block": 4, "mask_id": MASK, "stop_ids": torch.tensor([50]), "kv": kv, **more}
+    return kind.begin(StateInit(canvas, torch.arange(len(prompts)), lengths, **facts))
 
 
 def said(state: Any) -> tuple[list[list[int]], list[int], int]:

@@ -15,7 +15,7 @@ Put = Callable[[Event], None]
 
 
 class EventLoopBridge:
-    """EventLoopBridge of one event loop, which is woken once for all events of a step, of however many requests.
+    """Bridge to one event loop, which is woken once for all events of a step, of however many requests.
 
     Args:
         loop: the event loop; the events go to its thread.

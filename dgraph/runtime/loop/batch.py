@@ -334,11 +334,8 @@ class Batch:
         """
         select = self.programs.select if whole else None
         program = self.programs.step if select is None else select
-        inputs = {
-            **self.caches(),
-            **self.transition.inputs,
-            **self.transition.late(program.inputs, self._key_rows(whole)),
-        }
+        transition = self.transition
+        inputs = {**self.caches(), **transition.inputs, **transition.late(program.inputs, self._key_rows(whole))}
         return _Bound(program, inputs, program.bound(inputs))
 
     def _key_rows(self, slots: Sequence[int]) -> int:

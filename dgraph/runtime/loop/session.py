@@ -401,7 +401,7 @@ class BlockSession:
         )
 
     def batch_config(self, decodings: Sequence[Decoding], block: int) -> tuple[BatchConfig, Programs]:
-        """BatchConfig and programs of steps that requests with these decodings share.
+        """Config and programs of steps that requests with these decodings share.
 
         Raises:
             InputError: as `batch`.
