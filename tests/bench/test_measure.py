@@ -17,7 +17,7 @@ from dgraph.bench.arms import Arm, ablation, without
 from dgraph.bench.floor import Device, Product, Reading, StepCount, Work, floor_of, work_of
 from dgraph.bench.load import Load, endless, prompts_of
 from dgraph.bench.measure import Bench, Counter
-from dgraph.bench.products import PolicyMix, Shape
+from dgraph.bench.products import Mixture, Shape
 from dgraph.bench.report import stages_table
 from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.compiler import base_graph as captured
@@ -177,8 +177,8 @@ def test_experts_count_as_their_products() -> None:
     """On all rows where all are routed, and as one row where only salient rows are."""
     cached = family_of("llada2").cached
     work = work_of(cached)
-    mixture = PolicyMix(experts=16, chosen=3, hidden=64, inner=24)
-    assert [{s: n for s, n in shapes.items() if isinstance(s, PolicyMix)} for shapes in work.products] == [{mixture: 2}]
+    mixture = Mixture(experts=16, chosen=3, hidden=64, inner=24)
+    assert [{s: n for s, n in shapes.items() if isinstance(s, Mixture)} for shapes in work.products] == [{mixture: 2}]
     partial, gated = (work_of(rewritten(cached, step)) for step in (PartialAttention(), GateFFN()))
     assert [partial.products[0][mixture], gated.listed[Product(mixture)]] == [2, 2]
     assert Product(mixture) not in partial.listed
@@ -199,7 +199,7 @@ def test_experts_count_as_their_products() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_experts_are_timed_on_rows_at_random(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows take longer; calls read several routings, and sets of weights only where one fits into the cache."""
-    mixture, seen = PolicyMix(6, 2, 64, 32), []
+    mixture, seen = Mixture(6, 2, 64, 32), []
     device = Device(torch.device("cpu"), samples=2)
     device.measure(mixture, dtype, [1, 4000])
     assert 0 < device.product(mixture, dtype, 1) < device.product(mixture, dtype, 4000)
@@ -323,8 +323,8 @@ def test_quantised_weights_count_with_what_is_stored_of_them() -> None:
     work = work_of(tiny.quantised(QuantizeWeights("int8", lm_head=True)).optimized("dense").graph("step"))
     spec = tiny.model.spec
     assert work.last == Product((spec.vocab, spec.hidden), 3 * spec.vocab * spec.hidden - 4 * spec.vocab)
-    (mixture,) = (p for p in products_in(work) if isinstance(p.shape, PolicyMix))
-    assert isinstance(mixture.shape, PolicyMix)
+    (mixture,) = (p for p in products_in(work) if isinstance(p.shape, Mixture))
+    assert isinstance(mixture.shape, Mixture)
     values = 3 * mixture.shape.experts * mixture.shape.hidden * mixture.shape.inner
     scales = 4 * mixture.shape.experts * (2 * mixture.shape.inner + mixture.shape.hidden)
     assert mixture.spared == 3 * values - scales

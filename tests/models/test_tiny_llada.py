@@ -15,7 +15,7 @@ import dgraph.models
 from dgraph.models.tasks import TASKS, Example, is_held_out, make, matches, read_examples
 from tests.tiny import interpret
 from training import checkpoint, corpus, tokenizer
-from training.data import KIND_NAMES, RESPONSE, Layout, PolicyMix
+from training.data import KIND_NAMES, RESPONSE, Layout, Mixture
 from training.evaluate import (
     DEPTHS,
     NEEDLE_LENGTHS,
@@ -57,7 +57,7 @@ def depth_of(prompt: str) -> int:
 
 def test_batches_reach_512_token_prompts_with_a_needle_at_every_depth() -> None:
     layout = Layout(LIMITS["llada"], STAGES["llada"][-1].pairs, regions=True)
-    data = PolicyMix(TOKENIZER, PASSAGES, 16, 1152, 3, 0, layout)
+    data = Mixture(TOKENIZER, PASSAGES, 16, 1152, 3, 0, layout)
     depths, longest = set(), 0
     for index in range(3):
         batch = data[index].to(torch.device("cpu"))

@@ -13,7 +13,7 @@ import torch
 import dgraph.models
 from dgraph.models.tasks import TASKS, Example, held_out, is_held_out, make, matches, read_examples
 from training import checkpoint, corpus, tokenizer
-from training.data import BLOCK, KIND_NAMES, Batch, PolicyMix, document, pack
+from training.data import BLOCK, KIND_NAMES, Batch, Mixture, document, pack
 from training.decode import decode
 from training.evaluate import run_examples
 from training.model import TinyConfig, TinyModel
@@ -178,11 +178,11 @@ def test_documents_fill_whole_blocks_and_rows_keep_them_aligned() -> None:
 def test_a_batch_depends_on_seed_and_index_alone() -> None:
     bpe = tokenizer.load(FOLDER)
     passages = ["def f():\n    return 1\n" * 20]
-    first, second = PolicyMix(bpe, passages, 4, 512, 9, 0), PolicyMix(bpe, passages, 4, 512, 9, 0)
+    first, second = Mixture(bpe, passages, 4, 512, 9, 0), Mixture(bpe, passages, 4, 512, 9, 0)
     second[3]
     assert torch.equal(first[5].tokens, second[5].tokens)
     assert not torch.equal(first[5].tokens, first[6].tokens)
-    assert not torch.equal(first[5].tokens, PolicyMix(bpe, passages, 4, 512, 9, 1)[5].tokens)
+    assert not torch.equal(first[5].tokens, Mixture(bpe, passages, 4, 512, 9, 1)[5].tokens)
     assert int(first[5].tasks.max()) == KIND_NAMES.index("text")
 
 
