@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dgraph import moved
-from dgraph.errors import warn
+from dgraph.errors.former import tell_former
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 API_VERSION = 1
 """Version of the promise to packages outside: what works under a number works in every release that has it."""
@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     if now == name:
         globals()[name] = value
     else:
-        warn(f"dgraph.{name} is dgraph.{now} since version 0.2; the former name goes with version 0.3.")
+        tell_former(f"dgraph.{name}", now)
     return value
 
 

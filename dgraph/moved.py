@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from dgraph.errors import warn
+from dgraph.errors.former import tell_former
 
 _BY_PACKAGE = {
     "compiler": "arguments captured=base_graph compilation conversations=prompts optimized=compiled_model phases"
@@ -98,7 +98,7 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name not in MOVED:
             return None
-        warn(f"the module {name} is {MOVED[name]} since version 0.2; the former name goes with version 0.3.")
+        tell_former(f"the module {name}", MOVED[name])
         return ModuleSpec(name, _Alias(MOVED[name]))
 
 
@@ -113,7 +113,7 @@ def names_of(package: str, module: str) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name.startswith("_") or not hasattr(import_module(module), name):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        warn(f"{package}.{name} is {module}.{name} since version 0.2; the former name goes with version 0.3.")
+        tell_former(f"{package}.{name}", f"{module}.{name}")
         return getattr(import_module(module), name)
 
     return find
