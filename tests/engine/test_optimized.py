@@ -27,7 +27,11 @@ from tests.amounts import first_cases
 PROMPTS = ["Sort: d b a c", "Sort: b a", "Sort: d b a c"]
 
 
-@pytest.fixture(scope="module", params=[("tiny_sdar", "focus"), ("tiny_llada", "fast_dllm")], ids=lambda p: p[0])
+@pytest.fixture(
+    scope="module",
+    params=[("tiny_sdar", "focus"), pytest.param(("tiny_llada", "fast_dllm"), marks=pytest.mark.release)],
+    ids=lambda p: p[0],
+)
 def made(request: pytest.FixtureRequest) -> Optimized:
     model, recipe = request.param
     return dgraph.optimize(model, recipe, backend="eager")

@@ -334,7 +334,7 @@ def test_a_dummy_step_gives_what_the_decode_loop_offers() -> None:
     assert values["page_table"].tolist() == [[0, 1]] * 3
     assert values["average"].isinf().all()
     assert torch.equal(replace(step, keeps=False)._input(_spec("average", "b"), {}), torch.ones(3))
-    with pytest.raises(InputError, match="1 to 12 rows per sequence, got 10 rows, 8 positions per page and 13 rows"):
+    with pytest.raises(InputError, match="1 to 12 rows per sequence; got 10 rows, 8 positions per page and 13 rows"):
         DummyStep(rows=10, width=13, length=12, page=8)
 
 

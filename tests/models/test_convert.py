@@ -138,7 +138,7 @@ def test_ranks_write_the_dialogues_of_one(folder: Path, tmp_path: Path, monkeypa
     def write_on(rank: int) -> int:
         base, group = load_base(str(folder)), group_of(GROUP)
         assert dialogues.write(base, together, 3, rows=4, ranks=group) == 3
-        with pytest.raises(InputError, match="1 prompts do not make so many"):
+        with pytest.raises(InputError, match="1 prompts are too few for the dialogues asked for"):
             dialogues.write(base, tmp_path / "few.jsonl", 9, ["a b"], rows=2, ranks=group)
         return dialogues.write(base, together, 10, rows=4, ranks=group)
 
@@ -387,7 +387,7 @@ def test_dialogues_go_on_where_they_were_cut_off(folder: Path, tmp_path: Path, m
     assert (tmp_path / "other.jsonl").read_text() != file.read_text()
     with pytest.raises(InputError, match=r"temperature of answers must be above 0, got 0\.0"):
         dialogues.write(base, tmp_path / "c.jsonl", 4, temperature=0.0)
-    with pytest.raises(InputError, match="2 prompts do not make so many"):
+    with pytest.raises(InputError, match="2 prompts are too few for the dialogues asked for"):
         dialogues.write(base, tmp_path / "c.jsonl", 4, ["a b", "c d"], rows=2)
     monkeypatch.setattr(dialogues, "_turns", lambda writer, began, *_: [dialogues.Turn([], False)] * len(began))
     with pytest.raises(InputError, match="wrote nothing new that ends"):

@@ -45,7 +45,7 @@ def prompts_for(seed: str, count: int) -> list[list[int]]:
     ("threshold", "edit_threshold", "passes"),
     [
         (0.5, 0.0, 16),
-        (0.05, 0.3, 3),
+        pytest.param(0.05, 0.3, 3, marks=pytest.mark.release),
         pytest.param(0.7, 0.6, 1, marks=pytest.mark.release),
         pytest.param(0.9, 0.2, 0, marks=pytest.mark.release),
     ],

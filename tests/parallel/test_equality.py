@@ -15,6 +15,7 @@ import torch
 from dgraph.errors import InputError, PassError
 from dgraph.recipes import RECIPES
 from dgraph.testing import TinyModel, models, ranks
+from tests.amounts import first_cases
 from tests.parallel.divided import check_equal, run_of
 from tests.runtime.test_statistics import Stable
 
@@ -137,7 +138,7 @@ RULES: list[tuple[str, str, dict[str, Any]]] = [
 """Draws; margin and entropy of the distribution; tokens that are edited; samplers that need whole logits."""
 
 
-@pytest.mark.parametrize(("name", "recipe", "decoding"), RULES, ids=str)
+@first_cases(5, "name, recipe, decoding", RULES, ids=str)
 def test_ranks_draw_and_commit_by_any_rule_as_one_process_does(
     name: str, recipe: str, decoding: dict[str, Any]
 ) -> None:
