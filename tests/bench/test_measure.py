@@ -21,6 +21,7 @@ from dgraph.bench.products import Mixture, Shape
 from dgraph.bench.report import stages_table
 from dgraph.bench.traces import kept_rows, synthesise
 from dgraph.compiler import base_graph as captured
+from dgraph.compiler.phases import HOPPER, lowering_passes, rewrite
 from dgraph.families import Model
 from dgraph.families import load as load_model
 from dgraph.ops.registry import Op
@@ -223,6 +224,18 @@ def test_an_activation_within_a_product_leaves_the_floor_as_it_is(counting: tupl
     after = rewritten(before, FuseGLU())
     assert after.find("rows_glu")
     assert work_of(after) == work_of(before)
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("llada", "dense"), ("llada", "dyllm"), ("sdar", "focus")])
+def test_what_a_gpu_fuses_leaves_the_floor_as_it_is(family: str, recipe: str) -> None:
+    (tiny,) = models(None, family)
+    made = tiny.quantised(QuantizeWeights("int8", activations=True, lm_head=True))
+    graphs = [
+        rewrite(made.graph, made.recipe(recipe), lowering_passes(capability))["step"].graph
+        for capability in (None, HOPPER)
+    ]
+    assert len(graphs[0].find("rows_glu")) <= len(graphs[1].find("rows_glu")) == tiny.model.spec.layers
+    assert work_of(graphs[1]) == work_of(graphs[0])
 
 
 @pytest.mark.parametrize(
