@@ -29,7 +29,8 @@ FILE = "kernels.zip"
 
 _MEMBER = re.compile(r"([0-9a-f]{64})/(\w[\w.+-]*)")
 
-PACKAGE = "dgraph.ops.triton"
+_OWN = re.compile(r"dgraph\.ops\.(\w+\.)?triton\.")
+"""Beginning of the names of dgraph's own modules of kernels; what follows differs."""
 
 Files = Mapping[str, bytes]
 """Files from which Triton loads a kernel or a library: content by name."""
@@ -180,7 +181,7 @@ def kernel_modules() -> list[str]:
 
 def bundle_of(module: str) -> str:
     """Name under which the kernels of a module lie together: short for a module of dgraph."""
-    return module.removeprefix(f"{PACKAGE}.")
+    return _OWN.sub("", module, count=1) if _OWN.match(module) else module
 
 
 def _library(path: Path) -> Files:

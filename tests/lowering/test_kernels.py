@@ -24,7 +24,10 @@ from tests.lowering.one_kernel import HASH, KERNEL, TARGET, Binary, files_below
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-MODULES = {name: f"dgraph.ops.triton.{name}" for name in ("keep_index", "paged_attention")}
+MODULES = {
+    name: f"dgraph.ops.{subject}.triton.{name}"
+    for subject, name in (("selection", "keep_index"), ("attention", "paged_attention"))
+}
 pytestmark = pytest.mark.filterwarnings("error::dgraph.errors.DgraphWarning")
 
 Said = dict[str, Any]
