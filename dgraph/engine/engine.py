@@ -424,6 +424,7 @@ class Engine:
         return self._core.scheduler.strategy.name
 
     policy = former_attribute("Engine", "policy", "scheduler")
+    mailbox = former_attribute("Engine", "mailbox", "event_loop_bridge")
 
     @property
     def thread(self) -> threading.Thread:
