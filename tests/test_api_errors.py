@@ -85,7 +85,9 @@ def test_optimize_with_a_finished_recipe(model: dgraph.Model) -> None:
 
 @pytest.mark.parametrize("recipe", [None, 3, build])
 def test_optimize_with_what_is_no_recipe(model: dgraph.Model, recipe: Any) -> None:
-    with pytest.raises(InputError, match=r"recipe must be a name or a dgraph\.Recipe, got .*`dgraph recipes` lists"):
+    with pytest.raises(
+        InputError, match=r"recipe must be a name, a dgraph\.Recipe or options .*, got .*`dgraph recipes` lists"
+    ):
         dgraph.optimize(model, recipe)
 
 

@@ -14,6 +14,7 @@ from dgraph.ir.row_order import list_of
 from dgraph.ir.stored_weights import stored_of
 from dgraph.ops import OPS, op_of
 from dgraph.passes.base import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of, op_name
 
 _LOOKUPS = torch.ops.aten.embedding.default, OPS["embedding_part"].overload
@@ -48,6 +49,7 @@ class QuantisedOperands(Pass):
     live_rows: bool = False
 
     effect: ClassVar[Effect] = Effect.REASSOCIATES
+    papers: ClassVar[tuple[Paper, ...]] = OURS
     summary: ClassVar[str] = "products read rounded rows as numbers and scales, lookups read stored tables"
 
     def run(self, graph: Graph, report: Report) -> None:
