@@ -29,7 +29,7 @@ import dgraph
 from benchmarks.tables import Cell, Report
 from dgraph.bench.floor import work_of
 from dgraph.bench.products import Mixture
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.ops import Op, launcher
@@ -157,7 +157,7 @@ def repeat(calls: Sequence[Call], function: Callable[[Op], Callable[..., Any]]) 
             function(op)(*args)
 
 
-def measure(report: Report, program: Optimized, prompt: int, sequences: int, rounds: int) -> None:
+def measure(report: Report, program: CompiledModel, prompt: int, sequences: int, rounds: int) -> None:
     """Both tables of a recipe."""
     step = program.programs["step"]
     inputs = inputs_of(step, prompt, sequences)

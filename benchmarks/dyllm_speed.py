@@ -29,7 +29,7 @@ import dgraph
 from benchmarks.full_forward import seconds_per_step
 from benchmarks.tables import Report
 from dgraph.bench.profile import Enough
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.families import Model
 from dgraph.ir.graph import Graph
 from dgraph.models.shapes import random_model
@@ -106,7 +106,7 @@ def scripted(model: Model, share: tuple[float, ...], **options: Any) -> dgraph.R
     return replace(recipe, phases=phases)
 
 
-def capture(program: Optimized, prompts: list[list[int]], tokens: int, steps: int, enough_steps: int) -> None:
+def capture(program: CompiledModel, prompts: list[list[int]], tokens: int, steps: int, enough_steps: int) -> None:
     """Meet every kind of step once: the full ones, those with the prompt and those without."""
     seen = iter(range(enough_steps))
 
@@ -118,7 +118,7 @@ def capture(program: Optimized, prompts: list[list[int]], tokens: int, steps: in
         program.generate(input_ids=prompts, max_new_tokens=tokens, steps=steps, progress=enough)
 
 
-def decode(program: Optimized, prompts: list[list[int]], tokens: int, steps: int) -> tuple[float, GenerationStats]:
+def decode(program: CompiledModel, prompts: list[list[int]], tokens: int, steps: int) -> tuple[float, GenerationStats]:
     """Seconds of a generation, which has no prefill here, and its statistics; nobody watches its progress."""
     begin = time.perf_counter()
     stats = program.generate(input_ids=prompts, max_new_tokens=tokens, steps=steps).stats

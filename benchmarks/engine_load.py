@@ -13,7 +13,7 @@ Parts on one program, in the order of `--parts`:
   at the mean rows of a step and stage, and at the prompts' rows. A bound from below: attention, logits and uneven
   steps are not in it.
 * offline: all requests are there at the start. The engine under the scheduler `static`, under the first scheduler, and
-  `Optimized.generate` batch by batch, each batch as large as the same memory holds and as long as its longest response.
+  `CompiledModel.generate` batch by batch, each as large as the same memory holds and as long as its longest response.
 
 Where the time of the start went is said first. Each arm is printed and written when it is over; a run that is cut, by
 `--seconds` or a signal, leaves what it has (see `benchmarks.runs`), and a part that fails is passed over.
@@ -38,7 +38,7 @@ from benchmarks.runs import Run
 from benchmarks.tables import Cell
 from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
 from dgraph.bench.serve import LoadTest, ServedLoad
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.io.timings import Served, Summary, summarise
 from dgraph.engine.scheduling.schedulers import SCHEDULERS
 from dgraph.engine.stats import EngineStats
@@ -65,7 +65,7 @@ def inside(found: ServedLoad) -> list[Cell]:
 
 
 def batches(test: LoadTest, size: int) -> Summary:
-    """`Optimized.generate` batch by batch, in order; a request ends, and shows its first block, with its batch."""
+    """`CompiledModel.generate` batch by batch, in order; a request ends, and shows its first block, with its batch."""
     served: list[Served] = []
     begin = time.perf_counter()
     for first in range(0, len(test.requests), size):
@@ -130,7 +130,7 @@ def side_by_side(run: Run, test: LoadTest, policies: Sequence[str], loads: Seque
             run.arm("Policies", ["scheduler", "load", *COLUMNS, "p99 ratio", *INSIDE], rows, note)
 
 
-def products_seconds(program: Optimized, stats: EngineStats, device: Device) -> float:
+def products_seconds(program: CompiledModel, stats: EngineStats, device: Device) -> float:
     """Seconds that the products of all steps take at the mean rows of each stage, and those of prompts where these have
     a forward of their own. What only the device counts (rows with logits, masked rows) is taken to be none.
     """
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--policies", nargs="+", choices=SCHEDULERS, default=["look_ahead", "fcfs", "prefill_first", "static"]
     )
-    parser.add_argument("--no-generate", action="store_true", help="leave batches of Optimized.generate out")
+    parser.add_argument("--no-generate", action="store_true", help="leave batches of CompiledModel.generate out")
     parser.add_argument("--load", type=float, nargs="+", default=[0.9], help="as shares of the capacity")
     parser.add_argument(
         "--load-requests",

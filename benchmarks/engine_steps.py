@@ -32,13 +32,13 @@ import dgraph
 from benchmarks.recipes import add_recipe, chosen
 from benchmarks.runs import Run, add_run
 from benchmarks.tables import Cell
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.engine import Engine
 from dgraph.models.shapes import SHAPES, random_model
 from dgraph.runtime.decoding import Decoding
 
 
-def per_step(program: Optimized, prompts: list[list[int]], tokens: int, steps: int, repeat: int) -> list[float]:
+def per_step(program: CompiledModel, prompts: list[list[int]], tokens: int, steps: int, repeat: int) -> list[float]:
     """Milliseconds per step of `generate`, once per repetition."""
 
     def once(new: int) -> tuple[float, int]:

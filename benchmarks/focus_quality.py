@@ -20,7 +20,7 @@ from torch import Tensor
 
 import dgraph
 from benchmarks.tables import Report
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.evaluate.arms import Choice, expand
 from dgraph.evaluate.questions import OPEN, Question, choose, stored
 from dgraph.evaluate.results import Keys, Store
@@ -75,12 +75,12 @@ class Bench:
         self.tokens, self.backend = tokens, backend
         self.store = Store()
 
-    def optimize(self, arm: Arm) -> Optimized:
+    def optimize(self, arm: Arm) -> CompiledModel:
         """The arm's program."""
         return dgraph.optimize(self.model, arm.recipe, backend=self.backend, **arm.options)
 
     def observe(
-        self, program: Optimized, questions: Sequence[Question], observer: Callable[[StepRecord], None]
+        self, program: CompiledModel, questions: Sequence[Question], observer: Callable[[StepRecord], None]
     ) -> None:
         """Decode prompts of one kind at threshold 0.9 under the eyes of an observer."""
         prompts = [q.prompt for q in questions]

@@ -19,7 +19,7 @@ import torch
 
 import dgraph
 from benchmarks.tables import Report
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.models.shapes import SHAPES, random_model
 from dgraph.runtime.results import Progress
 
@@ -42,7 +42,7 @@ class Clock:
             self.start = time.perf_counter()
 
 
-def decode_seconds(program: Optimized, prompts: list[list[int]], tokens: int, steps: int) -> tuple[float, Any]:
+def decode_seconds(program: CompiledModel, prompts: list[list[int]], tokens: int, steps: int) -> tuple[float, Any]:
     """Seconds of the decode loop alone, and the statistics."""
     clock = Clock()
     result = program.generate(input_ids=prompts, max_new_tokens=tokens, steps=steps, progress=clock)
@@ -51,7 +51,7 @@ def decode_seconds(program: Optimized, prompts: list[list[int]], tokens: int, st
     return time.perf_counter() - clock.start, result.stats
 
 
-def profile(program: Optimized, prompts: list[list[int]], tokens: int, steps: int) -> None:
+def profile(program: CompiledModel, prompts: list[list[int]], tokens: int, steps: int) -> None:
     """Print the kernels of a run by time, and how much of the run's time the device was busy."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as trace

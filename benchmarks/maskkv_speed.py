@@ -28,7 +28,7 @@ import torch
 import dgraph
 from benchmarks.full_forward import peak_bytes, reset_peak, seconds_per_step
 from benchmarks.tables import Cell, Report
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.families import Model
 from dgraph.lowering.program import Program, ProgramResult
 from dgraph.models.shapes import random_model
@@ -117,7 +117,7 @@ class Arm:
         begin = time.perf_counter()
         recipe, options = PROMPT_ARMS[name]
         stored = {"weights": args.weights, "kv_dtype": args.kv_dtype}
-        self.program: Optimized = dgraph.optimize(
+        self.program: CompiledModel = dgraph.optimize(
             model, recipe, backend=args.backend, buckets="fine", **options, **stored
         )
         self.device, self.block = self.program.captured.device, model.spec.block_length

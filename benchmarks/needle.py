@@ -24,7 +24,7 @@ import torch
 
 import dgraph
 from benchmarks.tables import Cell, Report
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import DgraphError, InputError
 from dgraph.evaluate.comparisons import exact
 from dgraph.evaluate.report import percent
@@ -163,14 +163,14 @@ class Bench:
             count += 1
         return count
 
-    def program(self, arm: Arm) -> Optimized:
+    def program(self, arm: Arm) -> CompiledModel:
         """An arm's program.
 
         Raises:
             DgraphError: the model has not what its recipe needs.
         """
         recipe = dgraph.recipe(arm.recipe, self.model.spec, **arm.options)
-        return Optimized(self.model, self.graph, recipe, self.compiler, Buckets.default(self.graph.device))
+        return CompiledModel(self.model, self.graph, recipe, self.compiler, Buckets.default(self.graph.device))
 
     def cells(self, arm: Arm, prompts: Sequence[Prompt]) -> Scores:
         """Decode the prompts under an arm; the scores of each cell.

@@ -36,7 +36,7 @@ from dgraph.bench.floor import Device, floor_of, work_of
 from dgraph.bench.load import endless, prompts_of
 from dgraph.bench.measure import Clock, Counter
 from dgraph.bench.profile import profiled
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.memory.measure import give_back
 from dgraph.families import Model
 from dgraph.models.moe import RoutedExperts
@@ -206,7 +206,7 @@ def reached(model: Model, rows: int) -> float | None:
     return statistics.mean(counts)
 
 
-def built(run: Run, name: str, batches: Sequence[int]) -> tuple[Model, Optimized, dict[str, int]]:
+def built(run: Run, name: str, batches: Sequence[int]) -> tuple[Model, CompiledModel, dict[str, int]]:
     """A model, its program, and the lengths of a sequence."""
     given, arm = run.given, ARMS[name]
     protocol = arm.protocol
@@ -242,7 +242,7 @@ def built(run: Run, name: str, batches: Sequence[int]) -> tuple[Model, Optimized
     return model, program, lengths
 
 
-def figure_of(run: Run, name: str, program: Optimized, prompts: list[list[int]], decoding: Decoding) -> Figure:
+def figure_of(run: Run, name: str, program: CompiledModel, prompts: list[list[int]], decoding: Decoding) -> Figure:
     """Time one number of sequences; the floor is left open."""
     cuda, batch = program.captured.device.type == "cuda", len(prompts)
     if cuda:
@@ -277,7 +277,9 @@ def figure_of(run: Run, name: str, program: Optimized, prompts: list[list[int]],
     )
 
 
-def floor_by_part(program: Optimized, prompts: list[list[int]], decoding: Decoding, times: Device) -> dict[str, float]:
+def floor_by_part(
+    program: CompiledModel, prompts: list[list[int]], decoding: Decoding, times: Device
+) -> dict[str, float]:
     """Milliseconds of the floor of those steps that had the most rows."""
     work = work_of(program.graph("step"))
     counter = Counter.of(program, work)
@@ -286,7 +288,7 @@ def floor_by_part(program: Optimized, prompts: list[list[int]], decoding: Decodi
     return floor_of(work, [count for count in counter.counts if count.rows[0] == most], times).to_json()
 
 
-def where_it_goes(program: Optimized, prompts: list[list[int]], decoding: Decoding, steps: int) -> dict[str, float]:
+def where_it_goes(program: CompiledModel, prompts: list[list[int]], decoding: Decoding, steps: int) -> dict[str, float]:
     """Milliseconds of a step by group of kernels, those between kernels included; see `dgraph.bench.profile`."""
 
     def generate(progress: Any) -> Any:

@@ -79,7 +79,7 @@ class Load:
         self.ends: Counter[str] = Counter()
         self.tokens = 0
 
-    def _case(self, made: dgraph.Optimized) -> Case:
+    def _case(self, made: dgraph.CompiledModel) -> Case:
         draw = self._draw
         prompt = make(draw.choice([task for task in TASKS if task != "needle"]), draw).prompt
         settings: dict[str, Any] = {"max_new_tokens": draw.choice([4, 16, 32, 48]), "seed": draw.randrange(3)}

@@ -40,7 +40,7 @@ from benchmarks.engine_steps import per_step
 from benchmarks.tables import Cell, Report
 from dgraph.bench.floor import Device, StepCount, floor_of, row_sets_of, work_of
 from dgraph.bench.measure import Counter
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.compiler.phases import rewrite
 from dgraph.families import Model
 from dgraph.ir.graph import Graph
@@ -78,7 +78,7 @@ class Case:
         return [[100 + (7 * at + row) % 1000 for at in range(length)] for row in range(self.sequences)]
 
 
-def measured(model: Model, case: Case, given: argparse.Namespace, mesh: Any) -> tuple[float, Optimized]:
+def measured(model: Model, case: Case, given: argparse.Namespace, mesh: Any) -> tuple[float, CompiledModel]:
     """Milliseconds per step over a mesh, or of this process alone."""
     optimized = dgraph.optimize(model, case.recipe, backend=given.backend, mesh=mesh, artifacts=not given.tiny)
     tokens, steps = given.blocks * model.spec.block_length, steps_of(model, given)
@@ -91,7 +91,7 @@ def steps_of(model: Model, given: argparse.Namespace) -> int:
     return given.steps or max(1, model.spec.block_length // 4)
 
 
-def rows_of_steps(optimized: Optimized, case: Case, given: argparse.Namespace) -> list[StepCount]:
+def rows_of_steps(optimized: CompiledModel, case: Case, given: argparse.Namespace) -> list[StepCount]:
     """What the steps of one response ran on, those after an eviction included."""
     counter = Counter.of(optimized, work_of(optimized.graph("step")))
     tokens, steps = given.blocks * optimized.spec.block_length, steps_of(optimized.model, given)

@@ -5,7 +5,8 @@ A name that is imported under another one is a former name: it works with a warn
 
 from dgraph import parallel as parallel
 from dgraph import ray as ray
-from dgraph.api import Optimized as Optimized
+from dgraph.api import CompiledModel as CompiledModel
+from dgraph.api import CompiledModel as Optimized
 from dgraph.api import Result as Result
 from dgraph.api import adopt as adopt
 from dgraph.api import capture as capture

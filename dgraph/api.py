@@ -13,9 +13,10 @@ from dgraph.cache.store import open_store
 from dgraph.compiler.arguments import arguments_of, check_keywords, check_options
 from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
 from dgraph.compiler.compilation import Compilation
-from dgraph.compiler.compiled_model import Optimized as Optimized
+from dgraph.compiler.compiled_model import CompiledModel as CompiledModel
 from dgraph.compiler.compiled_model import Result as Result
 from dgraph.errors import InputError, warn
+from dgraph.errors.former import former_names
 from dgraph.families import Model, embedded, resolve, tokenizer_of
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
@@ -32,6 +33,8 @@ from dgraph.spec import FACTS, ModelSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+__getattr__ = former_names(__name__, {"Optimized": "CompiledModel"})
 
 
 def load(
@@ -127,7 +130,7 @@ def optimize(
     mesh: DeviceMesh | None = None,
     weights: Weights = None,
     **options: Any,
-) -> Optimized:
+) -> CompiledModel:
     """Capture a model, rewrite it by a recipe, and compile it.
 
         dgraph.optimize("tiny_sdar", "focus", alpha=1.8, backend="eager")
@@ -196,7 +199,7 @@ def optimize(
     kernels.prepare()
     buckets = Buckets.default(graph.device) if how.buckets is None else Buckets.of(how.buckets)
     transitions = TraceCompiler(code_store, tell) if compiled and on_gpu else None
-    made = Optimized(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions)
+    made = CompiledModel(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions)
     kernels.restore()
     if tuning is not None:
         tuning.agree()

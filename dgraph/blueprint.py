@@ -93,7 +93,7 @@ class Blueprint:
             tell: called with what is being done.
             mesh: ranks over which the model is divided, each of which calls this; then only for one recipe.
 
-        Raises what `dgraph.load`, `dgraph.optimize` and `Optimized.engine` do.
+        Raises what `dgraph.load`, `dgraph.optimize` and `CompiledModel.engine` do.
         """
         from dgraph.api import load, optimize
 

@@ -29,7 +29,7 @@ from tests.tiny import BLOCK, MASK, draw
 
 
 @pytest.fixture(scope="module")
-def dense(model: dgraph.Model) -> dgraph.Optimized:
+def dense(model: dgraph.Model) -> dgraph.CompiledModel:
     return dgraph.optimize(model, "dense", backend="eager")
 
 
@@ -147,7 +147,7 @@ PROMPT = [draw(9)]
         ({"input_ids": PROMPT, "max_batch": 0}, r"max_batch must be at least 1, got 0"),
     ],
 )
-def test_generate(dense: dgraph.Optimized, settings: dict[str, Any], message: str) -> None:
+def test_generate(dense: dgraph.CompiledModel, settings: dict[str, Any], message: str) -> None:
     steps: list[Any] = []
     with pytest.raises(InputError, match=message):
         dense.generate(**{"max_new_tokens": 16, "observer": steps.append, **settings})
@@ -172,19 +172,19 @@ class Chooses:
     ],
     ids=["nothing", "numbers", "confidence", "a part"],
 )
-def test_a_policy_that_chooses_what_is_no_choice(dense: dgraph.Optimized, choose: Any, got: str) -> None:
+def test_a_policy_that_chooses_what_is_no_choice(dense: dgraph.CompiledModel, choose: Any, got: str) -> None:
     with pytest.raises(InputError, match=rf"Chooses: choose returns a tensor torch\.bool \[1, \d+\], .* got {got}\."):
         dense.generate(input_ids=PROMPT, policy=Chooses(choose), max_new_tokens=16)
     assert dense.generate(input_ids=PROMPT, max_new_tokens=1).stats.tokens == 1, "and nothing broke"
 
 
-def test_a_policy_that_commits_nothing_is_named(dense: dgraph.Optimized) -> None:
+def test_a_policy_that_commits_nothing_is_named(dense: dgraph.CompiledModel) -> None:
     waits = Chooses(lambda candidates: torch.zeros_like(candidates.committable))
     with pytest.raises(DgraphError, match=r"prompt 0 .*, or Chooses chose none of its masks.*waits without may_wait"):
         dense.generate(input_ids=PROMPT, policy=waits, max_new_tokens=16)
 
 
-def test_prompts_that_are_no_texts(dense: dgraph.Optimized) -> None:
+def test_prompts_that_are_no_texts(dense: dgraph.CompiledModel) -> None:
     class Letters:
         def encode(self, prompt: str) -> list[int]:
             return [ord(c) % MASK for c in prompt]
@@ -193,7 +193,7 @@ def test_prompts_that_are_no_texts(dense: dgraph.Optimized) -> None:
             return "x" * len(ids)
 
     model = dgraph.Model("letters", dense.model.module, dense.spec, Letters(), dense.model.prefix)
-    optimized = dgraph.Optimized.__new__(dgraph.Optimized)
+    optimized = dgraph.CompiledModel.__new__(dgraph.CompiledModel)
     optimized.__dict__.update(dense.__dict__, model=model)
     with pytest.raises(InputError, match=r"prompts must be texts, got 3; pass ids as input_ids"):
         optimized.generate([3])  # type: ignore[list-item]
@@ -210,7 +210,7 @@ def test_prompts_that_are_no_texts(dense: dgraph.Optimized) -> None:
     assert result.token_ids == optimized.generate(input_ids=[[1, 2], [3]], max_new_tokens=3).token_ids
 
 
-def test_another_block_length_warns(dense: dgraph.Optimized) -> None:
+def test_another_block_length_warns(dense: dgraph.CompiledModel) -> None:
     with pytest.warns(UserWarning, match=r"block_length=4, but .* was trained with 8"):
         dense.generate(input_ids=PROMPT, max_new_tokens=4, block_length=4)
     with warnings.catch_warnings():
@@ -218,12 +218,12 @@ def test_another_block_length_warns(dense: dgraph.Optimized) -> None:
         dense.generate(input_ids=PROMPT, max_new_tokens=4, block_length=BLOCK)
 
 
-def test_no_prompts_give_no_results(dense: dgraph.Optimized) -> None:
+def test_no_prompts_give_no_results(dense: dgraph.CompiledModel) -> None:
     result = dense.generate(input_ids=[])
     assert (result.token_ids, result.texts, result.stats.tokens) == ([], None, 0)
 
 
-def test_phases_and_passes_by_name(dense: dgraph.Optimized) -> None:
+def test_phases_and_passes_by_name(dense: dgraph.CompiledModel) -> None:
     assert dense.graph() is dense.phases["step"].graph
     assert dense.graph("prefill", after="PackRows").find("packed_attention")
     assert not dense.graph("prefill", after="CacheKV").find("packed_attention")
@@ -234,7 +234,7 @@ def test_phases_and_passes_by_name(dense: dgraph.Optimized) -> None:
     assert [r.name for r in dense.report["step"]] == ["PackRows", "FuseProjections", "CacheKV", "ChunkLMHead"]
 
 
-def test_capture_and_phases_share_one_graph_that_is_left_alone(dense: dgraph.Optimized) -> None:
+def test_capture_and_phases_share_one_graph_that_is_left_alone(dense: dgraph.CompiledModel) -> None:
     assert dense.captured.history == ()
     assert dense.captured.find("attention")
     prefill, step = dense.graph("prefill", "CacheKV"), dense.graph("step", "CacheKV")
@@ -259,7 +259,7 @@ def test_progress_says_what_is_done(model: dgraph.Model, captured_before: None) 
     assert told[:3] == ["loading", "capturing", "rewriting for dense"]
 
 
-def test_a_warning_points_at_the_line_of_the_caller(dense: dgraph.Optimized) -> None:
+def test_a_warning_points_at_the_line_of_the_caller(dense: dgraph.CompiledModel) -> None:
     with pytest.warns(dgraph.DgraphWarning, match=f"block_length={2 * BLOCK}, but .* was trained with {BLOCK}") as told:
         dense.generate(input_ids=[[1, 2, 3]], max_new_tokens=2, block_length=2 * BLOCK)
     assert [warning.filename for warning in told] == [__file__]

@@ -16,12 +16,12 @@ from tests.tiny import draw
 
 
 @pytest.fixture(scope="module")
-def made(model: dgraph.Model) -> dgraph.Optimized:
+def made(model: dgraph.Model) -> dgraph.CompiledModel:
     return dgraph.optimize(model, "focus", backend="eager")
 
 
 @pytest.fixture(scope="module")
-def result(made: dgraph.Optimized) -> dgraph.Result:
+def result(made: dgraph.CompiledModel) -> dgraph.Result:
     return made.generate(input_ids=[draw(5), draw(6), draw(7), draw(8)], max_new_tokens=4)
 
 
@@ -51,7 +51,7 @@ SAFE = {"div", "strong", "table", "tr", "th", "td", "code", "details", "summary"
 
 
 def test_every_description_is_short_and_its_html_says_the_same(
-    made: dgraph.Optimized, result: dgraph.Result, captured: Graph
+    made: dgraph.CompiledModel, result: dgraph.Result, captured: Graph
 ) -> None:
     step = made.graph()
     for described in (
@@ -76,14 +76,14 @@ def test_every_description_is_short_and_its_html_says_the_same(
             assert fact in tags.text
 
 
-def test_an_optimized_model_says_what_it_is(made: dgraph.Optimized) -> None:
+def test_an_optimized_model_says_what_it_is(made: dgraph.CompiledModel) -> None:
     text = repr(made)
-    assert text.startswith("Optimized Qwen3ForCausalLM under focus\n")
+    assert text.startswith("CompiledModel Qwen3ForCausalLM under focus\n")
     for fact in ("4 layers, blocks of 8", "weights  float32", "cpu, eager, buckets exact", "rows N -> K", "generate("):
         assert fact in text
     assert "generate(input_ids=" in text, "it has no tokenizer"
     with_tokenizer = replace(made.model, tokenizer=object())
-    other = dgraph.Optimized.__new__(dgraph.Optimized)
+    other = dgraph.CompiledModel.__new__(dgraph.CompiledModel)
     other.__dict__.update(made.__dict__, model=with_tokenizer)
     assert "generate(TEXT).texts" in repr(other)
 

@@ -22,12 +22,12 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 40}
 
 
 @pytest.fixture(scope="module")
-def dense() -> dgraph.Optimized:
+def dense() -> dgraph.CompiledModel:
     return dgraph.optimize("tiny_sdar", "dense", backend="eager")
 
 
 @pytest.fixture(scope="module")
-def focus() -> dgraph.Optimized:
+def focus() -> dgraph.CompiledModel:
     return dgraph.optimize("tiny_sdar", "focus", full_steps=0, backend="eager")
 
 
@@ -46,14 +46,14 @@ def test_every_published_rule_decodes_to_the_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llada", "dream_entropy", "dream_topk_margin", "sdar_dynamic", "dinfer_factor"])
-def test_rules_go_with_evicted_rows(focus: dgraph.Optimized, name: str) -> None:
+def test_rules_go_with_evicted_rows(focus: dgraph.CompiledModel, name: str) -> None:
     steps = {"steps": 8} if hasattr(PRESETS[name], "steps") else {}
     result = focus.generate(PROMPTS, policy=name, **steps, **OPTIONS)
     assert all(result.token_ids)
     assert result.stats.kept_rows < result.stats.rows["prefix"]
 
 
-def test_a_rule_that_edits_replaces_tokens_and_ends(dense: dgraph.Optimized, focus: dgraph.Optimized) -> None:
+def test_a_rule_that_edits_replaces_tokens_and_ends(dense: dgraph.CompiledModel, focus: dgraph.CompiledModel) -> None:
     records: list[StepRecord] = []
     # So low a threshold writes much that is wrong at first.
     rule = JointThreshold(threshold=0.05)
@@ -74,7 +74,7 @@ def test_a_rule_that_edits_replaces_tokens_and_ends(dense: dgraph.Optimized, foc
         focus.generate(PROMPTS, policy=rule, **OPTIONS)
 
 
-def test_a_last_block_that_is_cut_short_is_edited_as_a_whole(dense: dgraph.Optimized) -> None:
+def test_a_last_block_that_is_cut_short_is_edited_as_a_whole(dense: dgraph.CompiledModel) -> None:
     """Columns after the last new token are decoded with the block, so what they become must not depend on the cut."""
     prompt, rule = [*range(40, 49)], JointThreshold(threshold=0.05)
     new = 2 * dense.spec.block_length - len(prompt)
@@ -84,7 +84,7 @@ def test_a_last_block_that_is_cut_short_is_edited_as_a_whole(dense: dgraph.Optim
     assert short.stats.steps == whole.stats.steps
 
 
-def test_a_sampler_that_needs_logits_gets_them(dense: dgraph.Optimized) -> None:
+def test_a_sampler_that_needs_logits_gets_them(dense: dgraph.CompiledModel) -> None:
     expected = dense.generate(PROMPTS, **OPTIONS)
     same = dense.generate(PROMPTS, sampler=Sampler(top_k=dense.spec.vocab - 1), **OPTIONS)
     assert same.token_ids == expected.token_ids
@@ -95,7 +95,7 @@ def test_a_sampler_that_needs_logits_gets_them(dense: dgraph.Optimized) -> None:
     assert drawn[0].token_ids == drawn[1].token_ids != drawn[2].token_ids
 
 
-def test_dreams_own_sampler_looks_at_fifty_tokens(dense: dgraph.Optimized) -> None:
+def test_dreams_own_sampler_looks_at_fifty_tokens(dense: dgraph.CompiledModel) -> None:
     """No prediction changes by it, but the entropy does, by which the rule chooses."""
     seen: dict[str, list[StepRecord]] = {"dream": [], "all": []}
     for name, said in (("dream", {}), ("all", {"top_k": 0})):
@@ -117,7 +117,7 @@ def test_a_preset_of_dream_brings_its_sampler() -> None:
         Decoding(sampler="dream")  # type: ignore[arg-type]
 
 
-def test_a_callers_processor_sees_where_its_rows_are(dense: dgraph.Optimized) -> None:
+def test_a_callers_processor_sees_where_its_rows_are(dense: dgraph.CompiledModel) -> None:
     seen: list[RowContext] = []
     wanted = 17
 
@@ -159,7 +159,7 @@ def test_guidance_compares_with_the_canvas_without_its_prompt() -> None:
 
 
 def test_guidance_goes_with_a_block_causal_model_and_not_with_eviction(
-    dense: dgraph.Optimized, focus: dgraph.Optimized
+    dense: dgraph.CompiledModel, focus: dgraph.CompiledModel
 ) -> None:
     guided = Sampler(cfg_scale=2.0)
     first = dense.generate(PROMPTS, sampler=guided, **OPTIONS)
@@ -170,7 +170,7 @@ def test_guidance_goes_with_a_block_causal_model_and_not_with_eviction(
         focus.generate(PROMPTS, sampler=guided, **OPTIONS)
 
 
-def test_stop_texts_end_a_response(dense: dgraph.Optimized) -> None:
+def test_stop_texts_end_a_response(dense: dgraph.CompiledModel) -> None:
     whole = dense.generate(PROMPTS, **OPTIONS)
     assert whole.texts is not None
     cut = dense.generate(PROMPTS, stop=["####"], **OPTIONS)
@@ -195,12 +195,14 @@ def test_stop_texts_end_a_response(dense: dgraph.Optimized) -> None:
         ({"stop": "####"}, InputError, "stop strings are a list"),
     ],
 )
-def test_what_cannot_be(dense: dgraph.Optimized, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_be(
+    dense: dgraph.CompiledModel, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         dense.generate(PROMPTS, **options, **OPTIONS)
 
 
-def test_a_model_without_a_tokenizer_has_no_stop_texts(dense: dgraph.Optimized, monkeypatch: Any) -> None:
+def test_a_model_without_a_tokenizer_has_no_stop_texts(dense: dgraph.CompiledModel, monkeypatch: Any) -> None:
     plain: Callable[..., dgraph.Model] = dgraph.Model
     model = dense.model
     monkeypatch.setattr(dense, "model", plain(model.name, model.module, model.spec, None, model.prefix))

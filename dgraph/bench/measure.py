@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dgraph.api import Optimized, optimize
+from dgraph.api import CompiledModel, optimize
 from dgraph.bench.arms import Arm
 from dgraph.bench.floor import Device, Floor, StepCount, Work, floor_of, work_of
 from dgraph.bench.load import Load
@@ -153,7 +153,7 @@ class Counter:
     committed: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, optimized: Optimized, work: Work) -> Counter:
+    def of(cls, optimized: CompiledModel, work: Work) -> Counter:
         """Make an observer for a program whose steps do that work."""
         return cls(evicts(optimized), work.masked, work.windows, work.hides)
 
@@ -300,15 +300,15 @@ class Bench:
             profile,
         )
 
-    def _generate(self, optimized: Optimized, **extra: Any) -> GenerationStats:
+    def _generate(self, optimized: CompiledModel, **extra: Any) -> GenerationStats:
         return optimized.generate(decoding=self.load.decoding, input_ids=self.load.prompts, **extra).stats
 
-    def _profile(self, optimized: Optimized, steps: int, tell: Callable[[str], None]) -> Profile | None:
+    def _profile(self, optimized: CompiledModel, steps: int, tell: Callable[[str], None]) -> Profile | None:
         tell("profiling")
         stages = optimized.programs["step"].stage_names
         return profiled(lambda each: self._generate(optimized, progress=each), steps, self.profile_steps, stages)
 
-    def _memory(self, optimized: Optimized) -> Memory:
+    def _memory(self, optimized: CompiledModel) -> Memory:
         storages = {
             t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
             for phase in optimized.phases.values()

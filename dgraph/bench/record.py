@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dgraph.api import Optimized, optimize
+from dgraph.api import CompiledModel, optimize
 from dgraph.bench.traces import Trace
 from dgraph.errors import InputError
 from dgraph.families import Model, embedded
@@ -159,7 +159,7 @@ def obstacle(spec: ModelSpec, policy: Policy) -> str:
     return ""
 
 
-def evicts(optimized: Optimized) -> bool:
+def evicts(optimized: CompiledModel) -> bool:
     """True if the step program keeps only some of its rows."""
     return "kept" in optimized.graph("step").outputs
 

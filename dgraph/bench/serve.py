@@ -9,7 +9,7 @@ from typing import Any
 
 from dgraph.bench.arrivals import Request, arrivals
 from dgraph.bench.load import prompts_of
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.build import EngineConfig
 from dgraph.engine.engine import Engine
 from dgraph.engine.io.events import Event
@@ -237,7 +237,7 @@ class LoadTest:
         limit, warm_up: as for `serve_load`.
     """
 
-    optimized: Optimized
+    optimized: CompiledModel
     requests: Sequence[Request]
     prompts: Sequence[Sequence[int]]
     decoding: Decoding

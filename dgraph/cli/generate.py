@@ -17,7 +17,7 @@ from dgraph.errors import InputError
 from dgraph.types.card import counted
 
 if TYPE_CHECKING:
-    from dgraph.compiler.compiled_model import Optimized
+    from dgraph.compiler.compiled_model import CompiledModel
     from dgraph.engine.io.events import Event
     from dgraph.families import Model
     from dgraph.runtime.decoding import Decoding
@@ -199,7 +199,7 @@ def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int 
     """Refuse prompts and settings that cannot be decoded before compiling, which takes a minute and writes to a cache.
 
     Raises:
-        InputError: as `Optimized.generate` would raise it.
+        InputError: as `CompiledModel.generate` would raise it.
     """
     from dgraph.runtime.checks import check_request
 
@@ -210,7 +210,7 @@ def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int 
 
 
 def _watched(
-    optimized: Optimized, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
+    optimized: CompiledModel, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
 ) -> tuple[list[str], list[Run]]:
     """Continue prompts in an engine that reports every step; returns texts, and a record of each one's steps."""
     from dgraph.engine.submission import RequestSpec

@@ -83,11 +83,11 @@ def _homes() -> Mapping[str, str]:
     """Per argument name, a sentence that names its function; the first one if several take it."""
     found: dict[str, str] = {}
     for names, home in (
-        ((f.name for f in fields(Decoding)), "It is a setting of Optimized.generate."),
+        ((f.name for f in fields(Decoding)), "It is a setting of CompiledModel.generate."),
         ((f.name for f in fields(Compilation)), "It is an argument of dgraph.optimize."),
         (("dtype", "device", "tokenizer", "weights", "mesh"), "It is an argument of dgraph.optimize."),
-        ((f.name for f in fields(EngineConfig)), "It is a setting of Optimized.engine."),
-        (("prompts", "input_ids", "canvas", "max_batch", "keep_kv"), "It is an argument of Optimized.generate."),
+        ((f.name for f in fields(EngineConfig)), "It is a setting of CompiledModel.engine."),
+        (("prompts", "input_ids", "canvas", "max_batch", "keep_kv"), "It is an argument of CompiledModel.generate."),
     ):
         found |= {name: home for name in names if name not in found}
     for fact in FACTS:

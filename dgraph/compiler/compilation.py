@@ -18,7 +18,7 @@ CHECKS = ("numerics",)
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """Sizes for which graphs are captured and kernels timed before the first call; see `Optimized.warm_up`.
+    """Sizes for which graphs are captured and kernels timed before the first call; see `CompiledModel.warm_up`.
 
     Attributes:
         batch: sequences at a time, at least 1.

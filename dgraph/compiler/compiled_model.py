@@ -18,6 +18,7 @@ from dgraph.engine.build import EngineConfig, build_engine
 from dgraph.engine.engine import Engine
 from dgraph.engine.memory.profile import profile
 from dgraph.errors import InputError
+from dgraph.errors.former import former_names
 from dgraph.families import Model
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
@@ -78,7 +79,10 @@ class Result(Described):
         return Card(title, (*facts, ("use", ".texts, .token_ids, .stats")))
 
 
-class Optimized(Described):
+__getattr__ = former_names(__name__, {"Optimized": "CompiledModel"})
+
+
+class CompiledModel(Described):
     """A model under a recipe, ready to generate.
 
     Attributes:
@@ -133,7 +137,7 @@ class Optimized(Described):
             ranks=ranks,
         )
 
-    def with_logit_rows(self, rows: int) -> Optimized:
+    def with_logit_rows(self, rows: int) -> CompiledModel:
         """Return the same model with the logits of at most `rows` rows at a time.
 
         Weights and compiled regions are shared; KV pages and CUDA graphs are not.
@@ -145,7 +149,7 @@ class Optimized(Described):
             raise InputError(f"recipe {self.recipe.name!r} has no bound on rows of logits; add the pass ChunkLMHead.")
         recipe, graphs = self.recipe.with_logit_rows(rows), self.graph_pool is not None
         shared = self.compiler, self._buckets, graphs, self.tuning, self.kernels, self.transitions
-        return Optimized(self.model, self.captured, recipe, *shared)
+        return CompiledModel(self.model, self.captured, recipe, *shared)
 
     def _lower(self, graph: Graph, prompts: bool = False) -> LoweredProgram:
         """prompts: it forwards prompts alone."""
@@ -181,7 +185,7 @@ class Optimized(Described):
             ("use", "generate(TEXT).texts" if self.model.tokenizer is not None else "generate(input_ids=[[5, 6]])"),
             ("", "engine(), report, print(dgraph.explain(optimized))"),
         )
-        return Card(f"Optimized {self.model.name} under {self.recipe.name}", facts)
+        return Card(f"CompiledModel {self.model.name} under {self.recipe.name}", facts)
 
     @property
     def report(self) -> dict[str, tuple[Report, ...]]:
@@ -236,7 +240,7 @@ class Optimized(Described):
                 of another library is here.
             InputError: a prompt or setting that cannot be used; nothing has run then.
         """
-        check_keywords("setting of Decoding", settings, _DECODING, arguments_of(Optimized.generate))
+        check_keywords("setting of Decoding", settings, _DECODING, arguments_of(CompiledModel.generate))
         if (prompts is None) == (input_ids is None):
             raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
         chosen = Decoding.of(decoding, settings).for_model(self.spec)
@@ -389,7 +393,7 @@ class Optimized(Described):
             InputError: a size out of range, no CUDA graphs, or buckets of kind "exact".
         """
         with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
-            check_keywords("setting of Decoding", settings, _DECODING, arguments_of(Optimized.warm_up))
+            check_keywords("setting of Decoding", settings, _DECODING, arguments_of(CompiledModel.warm_up))
             chosen = Decoding.of(decoding, settings).for_model(self.spec)
             self._prepare([chosen])
             positions = self.spec.max_positions if tokens is None else tokens

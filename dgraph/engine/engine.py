@@ -32,7 +32,7 @@ from dgraph.runtime.sampling.stops import Decoder
 
 
 class Engine:
-    """Decode requests in slots, as they come, in a thread of its own. Make one with `Optimized.engine`.
+    """Decode requests in slots, as they come, in a thread of its own. Make one with `CompiledModel.engine`.
 
         with opt.engine(max_sequences=64) as engine:
             responses = engine.generate(["Sort: b a", "Sort: d c"], max_new_tokens=64)

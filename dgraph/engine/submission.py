@@ -66,7 +66,7 @@ class RequestSpec:
         if chosen.sampling.cfg_scale > 0:
             raise InputError(
                 f"cfg_scale={chosen.sampling.cfg_scale} runs every step twice, which an engine does not; use "
-                f"Optimized.generate, or leave it at 0."
+                f"CompiledModel.generate, or leave it at 0."
             )
         given = encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
         first = self.index if self.number is None else self.number

@@ -8,7 +8,7 @@ _DTYPE = "Use dtype (of dgraph.load and dgraph.optimize); 'auto' is what the che
 _WEIGHTS = "Quantised weights are asked for by weights='fp8', 'int8' or 'int4' of dgraph.optimize."
 _DEVICE = "Use device='cuda' (one device); mesh= of dgraph.optimize divides a model over several."
 _LENGTH = "Use max_new_tokens, which counts the tokens of the response alone."
-_ROOM = "Positions of a request are max_tokens of Optimized.engine, and those of a model the fact max_positions."
+_ROOM = "Positions of a request are max_tokens of CompiledModel.engine, and those of a model the fact max_positions."
 _DRAW = "Use temperature: 0 takes the most likely token, above it tokens are drawn."
 _BEAMS = "There is no beam search: tokens are committed once, several in a step."
 _SEVERAL = "Give the prompt several times: every place in the list of prompts draws by itself."
@@ -20,8 +20,8 @@ _STOP = "Texts that end a response are stop=[...]; ids are the fact eos_ids."
 _PROMPTS = "Use prompts, the first argument of generate: texts, or conversations as lists of messages."
 _IDS = "Use input_ids, one list of ids per prompt."
 _STREAM = (
-    "Use Optimized.engine: engine.stream(prompt) gives text as it becomes final; observer= and progress= of generate "
-    "are called with every step."
+    "Use CompiledModel.engine: engine.stream(prompt) gives text as it becomes final; observer= and progress= of "
+    "generate are called with every step."
 )
 _SAMPLER = "Use sampler=dgraph.Sampler(...) of generate: its processors, suppress and penalty_lambda change logits."
 _GUIDANCE = "Use sampler=dgraph.Sampler(cfg_scale=...) of generate."
@@ -49,10 +49,10 @@ HINTS: Mapping[str, str] = {
     "min_length": "Use min_tokens.",
     "max_model_len": _ROOM,
     "max_seq_len": _ROOM,
-    "max_num_seqs": "Use max_sequences of Optimized.engine.",
-    "max_num_batched_tokens": "Use max_batched_rows of Optimized.engine.",
-    "gpu_memory_utilization": "Use kv_bytes of Optimized.engine, the memory of keys and values.",
-    "enable_prefix_caching": "Use prefix_cache of Optimized.engine.",
+    "max_num_seqs": "Use max_sequences of CompiledModel.engine.",
+    "max_num_batched_tokens": "Use max_batched_rows of CompiledModel.engine.",
+    "gpu_memory_utilization": "Use kv_bytes of CompiledModel.engine, the memory of keys and values.",
+    "enable_prefix_caching": "Use prefix_cache of CompiledModel.engine.",
     "kv_cache_dtype": "Use kv_dtype='fp8', an option of recipes that keep keys and values.",
     "do_sample": _DRAW,
     "num_beams": _BEAMS,
@@ -101,7 +101,7 @@ HINTS: Mapping[str, str] = {
     "block_size": "Use block_length.",
     "generator": "Use seed, a whole number.",
     "random_seed": "Use seed.",
-    "batch_size": "Use max_batch of generate, or max_sequences of Optimized.engine.",
+    "batch_size": "Use max_batch of generate, or max_sequences of CompiledModel.engine.",
     "use_cache": _CACHE,
     "past_key_values": _CACHE,
     "enforce_eager": _GRAPHS,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dgraph.api import Optimized, optimize
+from dgraph.api import CompiledModel, optimize
 from dgraph.errors import InputError, warn
 from dgraph.families import load
 from dgraph.runtime.checks import room_of
@@ -78,10 +78,10 @@ class Adapter:
     Attributes:
         program: the model under a recipe.
         batch: prompts that are decoded together.
-        settings: further arguments of `Optimized.generate`: policy, seed.
+        settings: further arguments of `CompiledModel.generate`: policy, seed.
     """
 
-    program: Optimized
+    program: CompiledModel
     batch: int = TOGETHER
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -153,7 +153,7 @@ def adapter_of(
     Args:
         pretrained: name of an embedded model, or a checkpoint folder.
         recipe, options: as for `optimize`.
-        policy, threshold, steps: as for `Optimized.generate`.
+        policy, threshold, steps: as for `CompiledModel.generate`.
         backend: "inductor" or "eager".
         dtype, device: dtype and device of the weights, by name. The harness asks for cuda:0 by default; without a GPU
             that means the CPU, as for its own models.

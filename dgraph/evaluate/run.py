@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dgraph.api import Optimized, optimize
+from dgraph.api import CompiledModel, optimize
 from dgraph.errors import DgraphError, InputError, warn
 from dgraph.evaluate.arms import Arm
 from dgraph.evaluate.judge import Judge, Judged
@@ -53,7 +53,7 @@ class Evaluation:
         questions: the questions that every arm answers.
         store: results of this run and of earlier ones.
         keys: see `Keys`.
-        max_new_tokens, block_length: as for `Optimized.generate`.
+        max_new_tokens, block_length: as for `CompiledModel.generate`.
         max_batch: prompts that are decoded together; results are written after each batch.
         backend, buckets: as for `optimize`.
         judge: model that judges the responses when all are decoded; None for no judgements.
@@ -80,7 +80,7 @@ class Evaluation:
         """Refuse settings and prompts that cannot be decoded, before anything is compiled.
 
         Raises:
-            InputError: as `Optimized.generate` would raise it.
+            InputError: as `CompiledModel.generate` would raise it.
         """
         tokenizer = self.model.tokenizer
         if tokenizer is None:
@@ -101,7 +101,7 @@ class Evaluation:
         """
         total, done = len(self.arms) * len(self.questions), sum(len(self.found(arm)) for arm in self.arms)
         for group in self._by_recipe():
-            program: Optimized | None = None
+            program: CompiledModel | None = None
             for arm in group:
 
                 def say(what: str, more: int = 0, arm: Arm = arm) -> None:
@@ -229,7 +229,7 @@ class Evaluation:
                 yield batch
 
     def _decode(
-        self, program: Optimized, arm: Arm, batch: Sequence[Question], say: Callable[[str, int], None]
+        self, program: CompiledModel, arm: Arm, batch: Sequence[Question], say: Callable[[str, int], None]
     ) -> tuple[list[Result], Counted | None]:
         def count(progress: Progress) -> None:
             say(f"{progress.decoded} tokens", progress.finished)
@@ -249,7 +249,7 @@ class Evaluation:
         return found, Counted.of([result.key for result in found], _counting_layers(program), stats)
 
 
-def _counting_layers(program: Optimized) -> Iterator[int]:
+def _counting_layers(program: CompiledModel) -> Iterator[int]:
     """Yield the layers that count their salient rows."""
     graph = program.graph()
     for layer in range(program.spec.layers):

@@ -32,7 +32,7 @@ class MeasureRows(Pass):
                                              %1, statistics_129, 'KL(top=64)')
                 return token=%4, confidence=%5, margin=%6, entropy=%7, measured=%8
 
-    It must be the last pass. `Optimized.generate` applies it where a policy asks for more than dgraph::lm_head gives.
+    It must be the last pass. `CompiledModel.generate` runs it where a policy asks for more than dgraph::lm_head gives.
 
     Attributes:
         statistics: in the order of the columns.

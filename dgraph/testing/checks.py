@@ -43,7 +43,7 @@ def check_lossless(
         identity: the method's options at which it must change nothing.
         against: the recipe without the method.
         exact: True if keys and values must be equal bit for bit, not only to 1e-4.
-        decoding: as for `Optimized.generate`; by default 20 tokens at a threshold of 0.7.
+        decoding: as for `CompiledModel.generate`; by default 20 tokens at a threshold of 0.7.
     """
     method, without = _keeping(tiny, tiny.recipe(recipe, **identity)), _keeping(tiny, tiny.recipe(against))
     by_position = not any(plan is not None and plan.region.hides for plan in (method.plan, without.plan))
@@ -113,7 +113,7 @@ def check_against(
         recipe, options: the method.
         oracle: the plain implementation. It takes the model, a prompt and the decoding settings (max_new_tokens,
             threshold, ...). It gives the response's ids up to a stop token, which is left out.
-        decoding: as for `Optimized.generate`.
+        decoding: as for `CompiledModel.generate`.
     """
     got = _run(tiny, recipe, options, **decoding)
     for index, prompt in enumerate(prompts(tiny)):

@@ -9,7 +9,7 @@ import torch
 
 from dgraph.cache.store import open_store
 from dgraph.compiler.base_graph import graph_of_model
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import UnknownName
 from dgraph.families import Model, families
 from dgraph.ir.graph import Graph
@@ -54,7 +54,7 @@ class TinyModel:
 
     def optimized(
         self, recipe: RecipeLike, backend: str = "eager", buckets: str = "exact", **options: object
-    ) -> Optimized:
+    ) -> CompiledModel:
         """The model under a recipe, as `dgraph.optimize` gives it; equal recipes share one result."""
         return _optimized(self, self.recipe(recipe, **options), backend, buckets)
 
@@ -67,10 +67,10 @@ class TinyModel:
         buckets: str = "exact",
         experts: str = "split",
         **options: object,
-    ) -> Optimized:
+    ) -> CompiledModel:
         """The model under a recipe on one of several ranks; run it in `dgraph.testing.ranks`."""
         graph, made = _part(self, rank, world, experts).copy(), self.recipe(recipe, **options)
-        return Optimized(self.model, graph, made, RegionCompiler(backend), Buckets.of(buckets))
+        return CompiledModel(self.model, graph, made, RegionCompiler(backend), Buckets.of(buckets))
 
 
 @functools.lru_cache(maxsize=64)
@@ -91,8 +91,8 @@ def _part(tiny: TinyModel, rank: int, world: int, experts: str) -> Graph:
 
 
 @functools.lru_cache(maxsize=64)
-def _optimized(tiny: TinyModel, recipe: Recipe, backend: str, buckets: str) -> Optimized:
-    return Optimized(tiny.model, tiny.graph, recipe, RegionCompiler(backend), Buckets.of(buckets))
+def _optimized(tiny: TinyModel, recipe: Recipe, backend: str, buckets: str) -> CompiledModel:
+    return CompiledModel(tiny.model, tiny.graph, recipe, RegionCompiler(backend), Buckets.of(buckets))
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dgraph.api import Optimized, capture
+from dgraph.api import CompiledModel, capture
 from dgraph.cache.store import open_store
 from dgraph.compiler.arguments import arguments_of, check_options, unknown_keyword
 from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
@@ -43,14 +43,14 @@ def graph_of(
     """The graph that a view is of.
 
     Args:
-        model: a `Graph`, an `Optimized`, or anything that `capture` takes.
+        model: a `Graph`, an `CompiledModel`, or anything that `capture` takes.
         recipe: None or "captured" for the graph as it is; else the recipe to rewrite it by.
         phase: of the recipe.
         after: the pass after which to look; None for the end of the phase.
         options: the recipe's options.
-        facts: as for `capture`; a `Graph` and an `Optimized` have theirs.
+        facts: as for `capture`; a `Graph` and an `CompiledModel` have theirs.
         tp: ranks to divide the model over right after capture, of which one's graph is given; its weights have shapes
-            and no values. An `Optimized` is divided or not. None: not divided.
+            and no values. An `CompiledModel` is divided or not. None: not divided.
         weights: format in which weights are stored, as for `optimize`; they have shapes and no values then.
 
     Raises:
@@ -64,7 +64,7 @@ def graph_of(
             f"after is the name of a pass here, got {after!r}; a recipe's own option `after` goes into the recipe: "
             f"recipe=dgraph.recipes.Vicinity(after={after!r})."
         )
-    if isinstance(model, Optimized):
+    if isinstance(model, CompiledModel):
         if recipe is not None or options:
             raise InputError(f"this model is optimized by {model.recipe.name!r} already; leave recipe and options out.")
         _has_its_own(facts)
@@ -157,13 +157,13 @@ def explain(
     """Explain a model after a recipe, without compiling it; prints as text. See `dgraph.explain`.
 
     Args:
-        model: a `Graph`, an `Optimized`, or anything that `capture` takes.
-        recipe, options: the recipe; an `Optimized` has its own.
-        buckets: as for `optimize`; an `Optimized` has its own.
+        model: a `Graph`, an `CompiledModel`, or anything that `capture` takes.
+        recipe, options: the recipe; an `CompiledModel` has its own.
+        buckets: as for `optimize`; an `CompiledModel` has its own.
         facts: as for `capture`.
-        weights: format in which weights are stored, as for `optimize`; an `Optimized` has its own.
+        weights: format in which weights are stored, as for `optimize`; an `CompiledModel` has its own.
     """
-    if isinstance(model, Optimized):
+    if isinstance(model, CompiledModel):
         _has_its_own(facts)
         _is_made(weights=weights)
         return explain_phases(model.phases, model.recipe, next(iter(model.programs.values())).buckets)

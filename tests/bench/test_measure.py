@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.api import Optimized, optimize
+from dgraph.api import CompiledModel, optimize
 from dgraph.bench import products
 from dgraph.bench.arms import Arm, ablation, without
 from dgraph.bench.floor import Device, Product, Reading, StepCount, Work, floor_of, work_of
@@ -68,7 +68,7 @@ def recipe(model: Model, name: str, **options: object) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def scripted(model: Model) -> Optimized:
+def scripted(model: Model) -> CompiledModel:
     return optimize(model, "focus", backend="eager", ablation=Ablation(select="scripted"))
 
 
@@ -115,7 +115,7 @@ def test_the_rows_are_those_of_the_trace(model: Model, recommit: bool) -> None:
     assert [c.head for c in counter.counts] == [len(s.kept or ()) for h in TRACE.histories for s in h]
 
 
-def test_the_importance_is_computed_all_the_same(scripted: Optimized) -> None:
+def test_the_importance_is_computed_all_the_same(scripted: CompiledModel) -> None:
     graph = scripted.graph("step")
     assert len(graph.find("importance")) == 2
     assert graph.inputs["script"].shape == ("N",)
@@ -123,7 +123,7 @@ def test_the_importance_is_computed_all_the_same(scripted: Optimized) -> None:
     assert select.args[-2] == 1.0
 
 
-def test_floors_are_positive_and_grow_with_the_rows(scripted: Optimized) -> None:
+def test_floors_are_positive_and_grow_with_the_rows(scripted: CompiledModel) -> None:
     work, device = work_of(scripted.graph("step")), Device(torch.device("cpu"), samples=3)
     assert [sum(shapes.values()) for shapes in work.products] == [5, 3]  # layer 0 and q|k|v of layer 1 on all rows
     assert [sum(reads.values()) for reads in work.attentions] == [1, 1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dgraph.api import Optimized, optimize
+from dgraph.api import CompiledModel, optimize
 from dgraph.bench.arrivals import Request
 from dgraph.bench.load import endless
 from dgraph.bench.serve import LoadTest, cut, prompts_for, serve_load, steady
@@ -34,22 +34,22 @@ REQUESTS = [Request(0.01 * place, 5 + 3 * place, new) for place, new in enumerat
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Optimized:
+def dense(tmp_path_factory: pytest.TempPathFactory) -> CompiledModel:
     model = endless(load_model(write_checkpoint(tmp_path_factory.mktemp("serve") / "small")))
     return optimize(model, "dense", backend="eager")
 
 
 @pytest.fixture
-def engine(dense: Optimized) -> Iterator[Engine]:
+def engine(dense: CompiledModel) -> Iterator[Engine]:
     with dense.engine(max_sequences=2, max_tokens=64) as found:
         yield found
 
 
-def prompts_of_requests(dense: Optimized) -> list[list[int]]:
+def prompts_of_requests(dense: CompiledModel) -> list[list[int]]:
     return prompts_for(dense.model, REQUESTS)
 
 
-def test_an_open_loop_says_how_every_request_fared(dense: Optimized, engine: Engine) -> None:
+def test_an_open_loop_says_how_every_request_fared(dense: CompiledModel, engine: Engine) -> None:
     told: list[tuple[int, int]] = []
     found = serve_load(
         engine, REQUESTS, prompts_of_requests(dense), SCRIPTED, limit=60.0, progress=lambda *at: told.append(at)
@@ -71,7 +71,7 @@ def test_an_open_loop_says_how_every_request_fared(dense: Optimized, engine: Eng
     assert told == [(done, 6) for done in range(1, 7)]
 
 
-def test_a_closed_loop_has_as_many_requests_as_clients(dense: Optimized) -> None:
+def test_a_closed_loop_has_as_many_requests_as_clients(dense: CompiledModel) -> None:
     test = LoadTest(dense, REQUESTS, prompts_of_requests(dense), SCRIPTED, EngineConfig(max_sequences=4, max_tokens=64))
     found = test.capacity("fcfs", 2)
     at_a_time = [sum(o.arrived <= s.arrived < o.ended for o in found.served) for s in found.served]
@@ -81,7 +81,7 @@ def test_a_closed_loop_has_as_many_requests_as_clients(dense: Optimized) -> None
     assert found.steady > 0
 
 
-def test_requests_that_are_due_together_are_planned_together(dense: Optimized) -> None:
+def test_requests_that_are_due_together_are_planned_together(dense: CompiledModel) -> None:
     """Under the policy `static` a first request that was planned alone would be a batch of its own."""
 
     class Slow(list[list[int]]):
@@ -95,7 +95,7 @@ def test_requests_that_are_due_together_are_planned_together(dense: Optimized) -
     assert len({s.admitted for s in found.served}) == 1
 
 
-def test_every_load_has_an_engine_of_its_own(dense: Optimized) -> None:
+def test_every_load_has_an_engine_of_its_own(dense: CompiledModel) -> None:
     settings = EngineConfig(max_sequences=2, max_tokens=64, max_logit_rows=16)
     test = LoadTest(dense, REQUESTS, prompts_of_requests(dense), SCRIPTED, settings)
     assert test.optimized.recipe.logit_rows == 16
@@ -105,7 +105,7 @@ def test_every_load_has_an_engine_of_its_own(dense: Optimized) -> None:
     assert second.stats.admitted == 3, "counts are of this load alone"
 
 
-def test_two_loads_on_one_engine_are_told_apart(dense: Optimized, engine: Engine) -> None:
+def test_two_loads_on_one_engine_are_told_apart(dense: CompiledModel, engine: Engine) -> None:
     prompts = prompts_of_requests(dense)
     first, second = (serve_load(engine, REQUESTS, prompts, SCRIPTED, clients=2) for _ in range(2))
     assert first.prefix_hit_rate == 0
@@ -133,7 +133,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert served.ended > 1.0
 
 
-def test_the_first_error_cancels_the_others(dense: Optimized, engine: Engine) -> None:
+def test_the_first_error_cancels_the_others(dense: CompiledModel, engine: Engine) -> None:
     from dgraph.runtime.sampling.sampler import Sampler
 
     def wrong(logits: Any, rows: Any) -> Any:
@@ -171,7 +171,7 @@ def test_prompts_are_cut_to_what_fits() -> None:
         cut([Request(0, 10, 16)], 16)
 
 
-def test_prompts_begin_alike_if_they_are_to(dense: Optimized) -> None:
+def test_prompts_begin_alike_if_they_are_to(dense: CompiledModel) -> None:
     prompts = prompts_for(dense.model, REQUESTS, shared=4)
     assert [len(ids) for ids in prompts] == [request.prompt for request in REQUESTS]
     assert len({tuple(ids[:4]) for ids in prompts}) == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dgraph.api import Optimized, capture, optimize
+from dgraph.api import CompiledModel, capture, optimize
 from dgraph.cli import app
 from dgraph.ir.graph import Graph
 from dgraph.text import views
@@ -34,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def focus(folder: Path) -> Optimized:
+def focus(folder: Path) -> CompiledModel:
     return optimize(folder, "focus", backend="eager")
 
 
 @pytest.fixture(scope="session")
-def dense(folder: Path) -> Optimized:
+def dense(folder: Path) -> CompiledModel:
     return optimize(folder, "dense", backend="eager")
 
 

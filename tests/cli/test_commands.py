@@ -39,7 +39,7 @@ def one_object(result: Any) -> dict[str, Any]:
 # -- generate ----------------------------------------------------------------------------------------------------
 
 
-def test_generate_prints_texts_alone(run: Run, folder: Path, focus: dgraph.Optimized) -> None:
+def test_generate_prints_texts_alone(run: Run, folder: Path, focus: dgraph.CompiledModel) -> None:
     result = run("generate", folder, "-p", PROMPT, "-p", "w8 w9", *EAGER)
     assert result.exit_code == 0, result.stderr
     expected = focus.generate([PROMPT, "w8 w9"], max_new_tokens=8)
@@ -47,7 +47,7 @@ def test_generate_prints_texts_alone(run: Run, folder: Path, focus: dgraph.Optim
     assert result.stderr == ""
 
 
-def test_generate_as_json_has_the_stats_under_their_names(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
+def test_generate_as_json_has_the_stats_under_their_names(run: Run, folder: Path, dense: dgraph.CompiledModel) -> None:
     lossless = ("-o", "alpha=inf", "-o", "block_cache=off")
     found = one_object(run("generate", folder, "-p", PROMPT, *lossless, *EAGER, "--json"))
     expected = dense.generate([PROMPT], max_new_tokens=8)
@@ -67,7 +67,7 @@ def test_an_option_of_a_recipe_named_cache_is_not_the_artifact_cache(run: Run) -
     assert found["recipe"]["plan"]["region"]["name"] == "Suffix"
 
 
-def test_generate_with_dyllm_on_a_block_causal_model(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
+def test_generate_with_dyllm_on_a_block_causal_model(run: Run, folder: Path, dense: dgraph.CompiledModel) -> None:
     dyllm = ("-r", "dyllm", "-o", "tau=1.01", "-o", "full_steps=2")
     found = one_object(run("generate", folder, "-p", PROMPT, *dyllm, *EAGER, "--json"))
     assert found["token_ids"] == dense.generate([PROMPT], max_new_tokens=8).token_ids
@@ -78,7 +78,7 @@ def test_generate_with_dyllm_on_a_block_causal_model(run: Run, folder: Path, den
     assert "response_only_period=2 says how often a bidirectional model forwards its prompt again" in result.stderr
 
 
-def test_generate_with_every_setting(run: Run, folder: Path, dense: dgraph.Optimized) -> None:
+def test_generate_with_every_setting(run: Run, folder: Path, dense: dgraph.CompiledModel) -> None:
     settings = ("--steps", 4, "--temperature", 0.7, "--seed", 3, "--max-batch", 1, "--buckets", "8,16", "-r", "dense")
     found = one_object(run("generate", folder, "-p", PROMPT, "-p", "w9", *settings, *EAGER, "--json"))
     expected = dense.generate([PROMPT, "w9"], steps=4, temperature=0.7, seed=3, max_batch=1, max_new_tokens=8)

@@ -25,7 +25,7 @@ def runs_of(page: Path) -> list[dict[str, Any]]:
 
 
 def test_a_page_tells_what_generate_says_and_how_it_came_about(
-    run: Run, folder: Path, focus: dgraph.Optimized, tmp_path: Path
+    run: Run, folder: Path, focus: dgraph.CompiledModel, tmp_path: Path
 ) -> None:
     done = run("generate", folder, "-p", PROMPTS[0], "-p", PROMPTS[1], *EAGER, "--html", "run.html", "--json")
     assert done.exit_code == 0, done.stderr

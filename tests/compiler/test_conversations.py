@@ -31,14 +31,14 @@ def turn(content: Any, role: Any = "user") -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def chat(model: dgraph.Model, captured: Graph) -> dgraph.Optimized:
+def chat(model: dgraph.Model, captured: Graph) -> dgraph.CompiledModel:
     """A model object that got a tokenizer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dgraph.compiler.base_graph.capture_or_load", lambda *_: (captured.copy(), True))
         return dgraph.optimize(model, "dense", tokenizer=Letters(), backend="eager")
 
 
-def test_a_conversation_is_one_prompt(chat: dgraph.Optimized) -> None:
+def test_a_conversation_is_one_prompt(chat: dgraph.CompiledModel) -> None:
     messages = [turn("be brief", "system"), turn("why")]
     result = chat.generate(messages, max_new_tokens=4)
     assert result.token_ids == chat.generate("sbe briefuwhy", max_new_tokens=4).token_ids
@@ -46,13 +46,13 @@ def test_a_conversation_is_one_prompt(chat: dgraph.Optimized) -> None:
     assert chat.generate(tuple(messages), max_new_tokens=4).token_ids == result.token_ids
 
 
-def test_several_conversations_are_a_batch(chat: dgraph.Optimized) -> None:
+def test_several_conversations_are_a_batch(chat: dgraph.CompiledModel) -> None:
     result = chat.generate([[turn("one")], [turn("two"), turn("three", "assistant"), turn("four")]], max_new_tokens=4)
     alone = [chat.generate(text, max_new_tokens=4).token_ids[0] for text in ("uone", "utwoathreeufour")]
     assert result.token_ids == alone
 
 
-def test_a_canvas_goes_with_a_conversation_as_with_a_text(chat: dgraph.Optimized) -> None:
+def test_a_canvas_goes_with_a_conversation_as_with_a_text(chat: dgraph.CompiledModel) -> None:
     assert chat.generate([turn("why")], canvas=[7, 8], max_new_tokens=4).token_ids[0][:2] == [7, 8]
 
 
@@ -75,24 +75,24 @@ def test_a_canvas_goes_with_a_conversation_as_with_a_text(chat: dgraph.Optimized
         (3, "prompts are a text or a list of prompts, got 3"),
     ],
 )
-def test_what_is_no_conversation(chat: dgraph.Optimized, prompts: Any, message: str) -> None:
+def test_what_is_no_conversation(chat: dgraph.CompiledModel, prompts: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         chat.generate(prompts)
 
 
-def test_a_tokenizer_that_reads_no_conversations(chat: dgraph.Optimized) -> None:
+def test_a_tokenizer_that_reads_no_conversations(chat: dgraph.CompiledModel) -> None:
     class Plain:
         encode, decode = Letters.encode, Letters.decode
 
-    other = dgraph.Optimized.__new__(dgraph.Optimized)
+    other = dgraph.CompiledModel.__new__(dgraph.CompiledModel)
     model = dgraph.Model("plain", chat.model.module, chat.spec, Plain(), chat.model.prefix)  # type: ignore[arg-type]
     other.__dict__.update(chat.__dict__, model=model)
     with pytest.raises(InputError, match="the tokenizer of plain reads no conversations: it has no method encode_chat"):
         other.generate([turn("a")])
 
 
-def test_a_model_without_a_tokenizer_says_how_it_gets_one(chat: dgraph.Optimized) -> None:
-    other = dgraph.Optimized.__new__(dgraph.Optimized)
+def test_a_model_without_a_tokenizer_says_how_it_gets_one(chat: dgraph.CompiledModel) -> None:
+    other = dgraph.CompiledModel.__new__(dgraph.CompiledModel)
     model = dgraph.Model("bare", chat.model.module, chat.spec, None, chat.model.prefix)
     other.__dict__.update(chat.__dict__, model=model)
     with pytest.raises(InputError, match=r"bare came without a tokenizer; pass input_ids .* tokenizer=, a folder or"):

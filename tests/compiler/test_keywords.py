@@ -20,14 +20,14 @@ from dgraph.spec import FACTS
 OURS = (
     arguments_of(dgraph.optimize, dgraph.Compilation)
     | arguments_of(dgraph.load)
-    | arguments_of(dgraph.Optimized.generate, Decoding)
+    | arguments_of(dgraph.CompiledModel.generate, Decoding)
     | set(FACTS)
     | {option for name in RECIPES for option in options_of(RECIPES[name])}
 )
 
 
 @pytest.fixture(scope="module")
-def dense(model: dgraph.Model) -> dgraph.Optimized:
+def dense(model: dgraph.Model) -> dgraph.CompiledModel:
     return dgraph.optimize(model, "dense", backend="eager")
 
 
@@ -42,7 +42,7 @@ def test_no_foreign_name_is_one_of_ours() -> None:
 
 
 @pytest.mark.parametrize("name", HINTS)
-def test_a_foreign_name_is_answered_with_its_hint_everywhere(dense: dgraph.Optimized, name: str) -> None:
+def test_a_foreign_name_is_answered_with_its_hint_everywhere(dense: dgraph.CompiledModel, name: str) -> None:
     calls: list[Callable[..., object]] = [
         lambda **given: dgraph.optimize("tiny_sdar", **given),
         lambda **given: dgraph.optimize("tiny_sdar", dense.recipe, **given),
@@ -97,12 +97,12 @@ def test_well_known_names(name: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("function", "name", "said"),
     [
-        ("optimize", "max_new_tokens", "It is a setting of Optimized.generate."),
+        ("optimize", "max_new_tokens", "It is a setting of CompiledModel.generate."),
         ("optimize", "mask_id", r"It is a fact of the model: facts={'mask_id': ...} of dgraph.optimize"),
         ("optimize", "bakend", "Did you mean 'backend'?"),
         ("optimize", "devcie", "Did you mean 'device'"),
         ("optimize", "alhpa", "Did you mean 'alpha'"),
-        ("optimize", "thresold", "Did you mean 'threshold'? It is a setting of Optimized.generate."),
+        ("optimize", "thresold", "Did you mean 'threshold'? It is a setting of CompiledModel.generate."),
         ("dense", "alpha", "It is an option of recipe 'focus'."),
         ("load", "backend", "It is an argument of dgraph.optimize."),
         ("load", "blocklength", "Did you mean 'block_length'"),
@@ -111,10 +111,12 @@ def test_well_known_names(name: str, said: str) -> None:
         ("generate", "temprature", "Did you mean 'temperature'"),
         ("generate", "backend", "It is an argument of dgraph.optimize."),
         ("engine", "max_seqences", "Did you mean 'max_sequences'"),
-        ("engine", "max_new_tokens", "It is a setting of Optimized.generate."),
+        ("engine", "max_new_tokens", "It is a setting of CompiledModel.generate."),
     ],
 )
-def test_a_keyword_is_compared_with_all_arguments(dense: dgraph.Optimized, function: str, name: str, said: str) -> None:
+def test_a_keyword_is_compared_with_all_arguments(
+    dense: dgraph.CompiledModel, function: str, name: str, said: str
+) -> None:
     calls: dict[str, Callable[..., object]] = {
         "optimize": lambda **given: dgraph.optimize("tiny_sdar", **given),
         "dense": lambda **given: dgraph.optimize("tiny_sdar", "dense", **given),

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.runtime.decoding import Decoding
 
 
 def check_as_alone(
-    run: Optimized, prompts: Sequence[list[int]], decodings: Sequence[Decoding], pages: int = 0, **settings: Any
+    run: CompiledModel, prompts: Sequence[list[int]], decodings: Sequence[Decoding], pages: int = 0, **settings: Any
 ) -> None:
     """Each request gets the tokens that `generate` gives it alone, and all pages come back.
 
     pages: of the engine's pool, which requests take as they grow; 0 for enough of them for their whole life.
-    settings: as for `Optimized.engine`.
+    settings: as for `CompiledModel.engine`.
     """
     alone = [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(prompts, decodings, strict=True)]
     if pages:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.engine import EngineClosed
 from dgraph.errors import EngineBusy, InputError
 from dgraph.runtime.loop.label_scoring import Scorer
@@ -53,12 +53,12 @@ def test_probabilities_are_those_of_plain_pytorch(tiny: TinyModel) -> None:
 
 
 @pytest.fixture(scope="module")
-def made() -> Optimized:
+def made() -> CompiledModel:
     (tiny,) = models(None, "sdar")
     return tiny.optimized("focus")
 
 
-def test_decisions_between_the_steps_of_requests_disturb_none(made: Optimized) -> None:
+def test_decisions_between_the_steps_of_requests_disturb_none(made: CompiledModel) -> None:
     (tiny,) = models(None, "sdar")
     several, settings = prompts(tiny), {"max_new_tokens": 20, "threshold": 0.5, "ignore_eos": True}
     plain = made.generate(input_ids=several, **settings).token_ids
@@ -77,7 +77,7 @@ def test_decisions_between_the_steps_of_requests_disturb_none(made: Optimized) -
     assert decided == [each for each in alone for _ in range(2)]
 
 
-def test_a_decision_fails_alone(made: Optimized, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decision_fails_alone(made: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Scorer.__call__
 
     def fails_on_one(self: Scorer, question: Any) -> list[float]:
@@ -94,7 +94,7 @@ def test_a_decision_fails_alone(made: Optimized, monkeypatch: pytest.MonkeyPatch
         assert engine.alive
 
 
-def test_what_cannot_be_decided_is_refused(made: Optimized) -> None:
+def test_what_cannot_be_decided_is_refused(made: CompiledModel) -> None:
     mask = made.spec.mask_id
     with made.engine(max_sequences=2, max_tokens=64, queue=2) as engine:
         for prompt, labels, more, message in (
@@ -126,7 +126,7 @@ def test_what_cannot_be_decided_is_refused(made: Optimized) -> None:
         engine.decide([1], [[2]])
 
 
-def test_an_engine_that_closes_tells_who_waits(made: Optimized) -> None:
+def test_an_engine_that_closes_tells_who_waits(made: CompiledModel) -> None:
     engine = made.engine(max_sequences=2, max_tokens=64)
     kept = engine.decide([1], LABELS)
     engine.close(drain=True)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dgraph import optimize
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.families import families
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Canvas
@@ -64,7 +64,9 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-def served(tiny: TinyModel, made: Optimized, against: Optimized, asked: list[Asked], engine: dict[str, Any]) -> None:
+def served(
+    tiny: TinyModel, made: CompiledModel, against: CompiledModel, asked: list[Asked], engine: dict[str, Any]
+) -> None:
     """Serve a schedule, and compare every request with what it gets alone from another program."""
     turns = Turns(made._session, asked, prepare=made._prepare, **engine)
     turns.run()
@@ -137,7 +139,7 @@ def schedules(draw: st.DrawFn, tiny: TinyModel, hot: bool = True) -> list[Asked]
 
 
 @st.composite
-def engines(draw: st.DrawFn, tiny: TinyModel, made: Optimized) -> dict[str, Any]:
+def engines(draw: st.DrawFn, tiny: TinyModel, made: CompiledModel) -> dict[str, Any]:
     spec, kv = tiny.model.spec, made._session.kv
     block = spec.block_length
     longest = 4 * block + 3

@@ -1,4 +1,4 @@
-"""`Optimized.engine`: responses as `generate` gives them, settings of each request, and whose the model is."""
+"""`CompiledModel.engine`: responses as `generate` gives them, settings of each request, and whose the model is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.io.events import Event
 from dgraph.errors import InputError, UnknownName
@@ -32,7 +32,7 @@ PROMPTS = ["Sort: d b a c", "Sort: b a", "Sort: d b a c"]
     params=[("tiny_sdar", "focus"), pytest.param(("tiny_llada", "fast_dllm"), marks=pytest.mark.release)],
     ids=lambda p: p[0],
 )
-def made(request: pytest.FixtureRequest) -> Optimized:
+def made(request: pytest.FixtureRequest) -> CompiledModel:
     model, recipe = request.param
     return dgraph.optimize(model, recipe, backend="eager")
 
@@ -44,7 +44,7 @@ def made(request: pytest.FixtureRequest) -> Optimized:
         {"threshold": 0.9, "temperature": 0.6, "top_k": 8, "seed": 1},
     ],
 )
-def test_an_engine_says_what_generate_says(made: Optimized, settings: dict[str, Any]) -> None:
+def test_an_engine_says_what_generate_says(made: CompiledModel, settings: dict[str, Any]) -> None:
     wanted = made.generate(PROMPTS, max_new_tokens=24, **settings)
     with made.engine(max_sequences=2, max_tokens=160) as engine:
         found = engine.generate(PROMPTS, max_new_tokens=24, **settings)
@@ -59,7 +59,7 @@ def test_an_engine_says_what_generate_says(made: Optimized, settings: dict[str, 
     assert stats.pages == stats.free_pages
 
 
-def test_fixed_tokens_come_back_in_their_places(made: Optimized) -> None:
+def test_fixed_tokens_come_back_in_their_places(made: CompiledModel) -> None:
     decoding = Decoding(max_new_tokens=24, threshold=0.8, min_tokens=24)
     fixed = dict(zip((0, 1, 9, 17, 20), made.generate(PROMPTS[0], decoding).token_ids[0], strict=False))
     canvas = [fixed.get(place) for place in range(22)]
@@ -89,7 +89,7 @@ def test_fixed_tokens_come_back_in_their_places(made: Optimized) -> None:
         (3, "canvas 0 is 3, expected a list with an id or None for each position"),
     ],
 )
-def test_a_canvas_that_cannot_be_used_is_refused(made: Optimized, canvas: Any, message: str) -> None:
+def test_a_canvas_that_cannot_be_used_is_refused(made: CompiledModel, canvas: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         made.generate(PROMPTS[0], max_new_tokens=8, canvas=canvas)
     with pytest.raises(InputError, match=r"canvas 0: token 0 is the mask token .* write None where it is free"):
@@ -103,7 +103,7 @@ def test_a_canvas_that_cannot_be_used_is_refused(made: Optimized, canvas: Any, m
             engine.generate(PROMPTS, canvas=[canvas])
 
 
-def test_each_request_has_settings_of_its_own(made: Optimized) -> None:
+def test_each_request_has_settings_of_its_own(made: CompiledModel) -> None:
     decodings = [
         Decoding(max_new_tokens=20, steps=4, temperature=1.0),
         Decoding(max_new_tokens=12, policy="sequential", stop=["a"]),
@@ -124,7 +124,7 @@ def test_each_request_has_settings_of_its_own(made: Optimized) -> None:
     assert seen == [(n, 3) for n in range(1, 4)]
 
 
-def test_while_an_engine_is_open_the_model_is_its_own(made: Optimized) -> None:
+def test_while_an_engine_is_open_the_model_is_its_own(made: CompiledModel) -> None:
     engine = made.engine(max_sequences=2, max_tokens=160)
     with pytest.raises(InputError, match=r"the model is in use, by an engine that is open .*: generate must wait"):
         made.generate(PROMPTS[0], max_new_tokens=4)
@@ -143,7 +143,7 @@ def test_while_an_engine_is_open_the_model_is_its_own(made: Optimized) -> None:
     assert len(made.generate(PROMPTS[0], max_new_tokens=4).token_ids[0]) <= 4, "and then it is free again"
 
 
-def test_an_engine_that_nobody_has_any_more_gives_the_model_back(made: Optimized) -> None:
+def test_an_engine_that_nobody_has_any_more_gives_the_model_back(made: CompiledModel) -> None:
     async def streamed() -> None:
         engine = made.engine(max_sequences=2, max_tokens=160)
         async for _ in engine.stream(PROMPTS[0], max_new_tokens=4):
@@ -173,7 +173,7 @@ def test_an_engine_that_nobody_has_any_more_gives_the_model_back(made: Optimized
     assert made.generate(PROMPTS[0], max_new_tokens=4).token_ids
 
 
-def test_a_request_keeps_its_engine_until_its_end_is_told(made: Optimized) -> None:
+def test_a_request_keeps_its_engine_until_its_end_is_told(made: CompiledModel) -> None:
     kept: SimpleQueue[tuple[bool, bool]] = SimpleQueue()
 
     def asked() -> None:
@@ -199,7 +199,7 @@ def test_a_request_keeps_its_engine_until_its_end_is_told(made: Optimized) -> No
         gc.enable()
 
 
-def test_the_thread_of_an_engine_does_not_wait_for_itself(made: Optimized) -> None:
+def test_the_thread_of_an_engine_does_not_wait_for_itself(made: CompiledModel) -> None:
     said: SimpleQueue[str] = SimpleQueue()
 
     def again(event: Event) -> None:
@@ -261,7 +261,9 @@ def test_threads_that_ask_for_the_same_program_at_once_lower_it_once(monkeypatch
         ({"prefix_cache": 1}, "prefix_cache is true or false, got 1"),
     ],
 )
-def test_settings_that_are_wrong_leave_the_model_free(made: Optimized, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_are_wrong_leave_the_model_free(
+    made: CompiledModel, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises((InputError, UnknownName), match=message):
         made.engine(**settings)
     made.engine(max_sequences=1, max_tokens=64).close()

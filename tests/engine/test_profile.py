@@ -15,7 +15,7 @@ import torch
 import dgraph
 from dgraph.cache.key import Key, differences
 from dgraph.cache.store import Store
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.memory import peaks
 from dgraph.engine.memory.dummy_step import _VALUES, DummyStep
 from dgraph.engine.memory.kv_cost import KVCost
@@ -36,16 +36,16 @@ POSITION = 4 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, their width,
 
 
 @pytest.fixture(scope="module")
-def dense(model: dgraph.Model) -> Optimized:
+def dense(model: dgraph.Model) -> CompiledModel:
     return dgraph.optimize(model, "dense", backend="eager", max_num_logits=32)
 
 
 @pytest.fixture(scope="module")
-def found(dense: Optimized) -> Profile:
+def found(dense: CompiledModel) -> Profile:
     return profile(dense, rows=256, memory=1 << 24)
 
 
-def test_weights_count_once_however_they_are_stacked(dense: Optimized, found: Profile) -> None:
+def test_weights_count_once_however_they_are_stacked(dense: CompiledModel, found: Profile) -> None:
     inside = 4 * 64 * (64 + 32 + 32) + 4 * 64 * 64 + 4 * 3 * 64 * 128  # q|k|v, o, gate, up and down of four layers
     norms = 4 * (64 + 64 + 16 + 16) + 64
     assert found.weights == weight_bytes(dense) == 4 * (2 * 97 * 64 + inside + norms + 8 + 8)  # two tables of 8 angles
@@ -79,7 +79,7 @@ def test_what_is_left_is_for_keys_and_values(found: Profile) -> None:
     assert replace(found, positions=64).lengths == (64,)
 
 
-def test_a_bound_frees_memory_for_sequences(dense: Optimized) -> None:
+def test_a_bound_frees_memory_for_sequences(dense: CompiledModel) -> None:
     wide = profile(dense, rows=4096, memory=1 << 25)
     assert wide.without_bound == max(wide.activations, wide.unbounded)
     other = replace(wide, memory=1 << 30, unbounded=wide.activations + (10 << 20))
@@ -121,13 +121,13 @@ def test_graphs_of_dummy_steps_are_gone_after_they_were_timed(
     assert [one() for one in timed] == [None, None]
 
 
-def test_too_little_memory_leaves_nothing(dense: Optimized) -> None:
+def test_too_little_memory_leaves_nothing(dense: CompiledModel) -> None:
     small = profile(dense, rows=256, memory=1 << 20)
     assert (small.kv, small.pages(8), small.fits(8)) == (0, 0, 0)
     assert small.left < 0
 
 
-def test_defaults_and_another_bound(dense: Optimized) -> None:
+def test_defaults_and_another_bound(dense: CompiledModel) -> None:
     given = profile(dense)
     assert (given.rows, given.memory) == (ROWS["cpu"], CPU_MEMORY)
     assert (given.sequences, given.logit_rows) == (given.rows // 8, 32)
@@ -225,11 +225,11 @@ def test_a_damaged_entry_is_measured_anew(model: dgraph.Model, tmp_path: Path) -
         assert profile(made, rows=64) == first
 
 
-def key_of(made: Optimized, rows: int = 64) -> Key:
+def key_of(made: CompiledModel, rows: int = 64) -> Key:
     return peaks._key(made, peaks.Budget.of(made, rows, None))
 
 
-def names_that_differ(first: Optimized, second: Optimized) -> list[str]:
+def names_that_differ(first: CompiledModel, second: CompiledModel) -> list[str]:
     return [found.name for found in differences(key_of(first), key_of(second))]
 
 
@@ -249,7 +249,7 @@ def test_how_weights_are_stored_is_in_the_key(model: dgraph.Model) -> None:
 
 
 def test_buckets_pages_and_tilings_are_in_the_key(model: dgraph.Model) -> None:
-    def made(buckets: Any) -> Optimized:
+    def made(buckets: Any) -> CompiledModel:
         return dgraph.optimize(model, "dense", backend="eager", buckets=buckets)
 
     given, plain, changed = made([32, 64]), made("exact"), made("exact")
@@ -276,12 +276,12 @@ def test_ranks_are_in_the_key() -> None:
     assert len({key.digest for key in (whole, alone, first)}) == 3
 
 
-def test_the_sources_of_products_on_a_cpu_are_in_the_key(dense: Optimized) -> None:
+def test_the_sources_of_products_on_a_cpu_are_in_the_key(dense: CompiledModel) -> None:
     names = ("product.py", "product.cpp", "product_numbers.cpp")
     assert {f"source dgraph/ops/products/cpp/{name}" for name in names} <= key_of(dense).inputs.keys()
 
 
-def test_a_step_is_timed_as_it_runs(dense: Optimized) -> None:
+def test_a_step_is_timed_as_it_runs(dense: CompiledModel) -> None:
     timed = profile(dense, rows=16, steps=True).steps
     assert [step[:2] for step in timed] == [(8, 1024), (8, 4096), (16, 2048), (16, 8192)]
     assert all(0 < step[2] < 10 for step in timed)
@@ -297,12 +297,12 @@ def test_a_step_is_timed_as_it_runs(dense: Optimized) -> None:
         ({"sequences": True}, "sequences must be a number of at least 1, or None, got True"),
     ],
 )
-def test_bad_budgets_are_refused(dense: Optimized, settings: dict[str, Any], message: str) -> None:
+def test_bad_budgets_are_refused(dense: CompiledModel, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         profile(dense, **settings)
 
 
-def test_rows_of_a_measured_step_hold_all_ids_in_turn(dense: Optimized) -> None:
+def test_rows_of_a_measured_step_hold_all_ids_in_turn(dense: CompiledModel) -> None:
     step = peaks.Budget.of(dense, 64, None).step(dense, "step")
     inputs = step.inputs(dense.programs["step"].inputs.values(), torch.device("cpu"))
     assert inputs["input_ids"].tolist() == [i % dense.spec.vocab for i in range(step.rows)]
@@ -314,11 +314,11 @@ def test_bad_questions_are_refused(found: Profile, ask: Callable[[Profile], int]
         ask(found)
 
 
-def test_a_recipe_that_keeps_all_logits_has_no_bound(dense: Optimized) -> None:
+def test_a_recipe_that_keeps_all_logits_has_no_bound(dense: CompiledModel) -> None:
     recipe = dense.recipe.keeping_logits()
     assert recipe.logit_rows is None
     assert dense.recipe.with_logit_rows(5).logit_rows == 5
-    made = Optimized(dense.model, dense.captured, recipe, dense.compiler, dense.programs["step"].buckets)
+    made = CompiledModel(dense.model, dense.captured, recipe, dense.compiler, dense.programs["step"].buckets)
     with pytest.raises(InputError, match=r"recipe 'dense' has no bound on rows of logits; add the pass ChunkLMHead"):
         made.with_logit_rows(5)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.build import EngineConfig
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
@@ -28,7 +28,7 @@ def session_of(family: str, recipe: str, pool: GraphPool | None, buckets: str = 
     """As on a GPU, with the pool's recorder in the place of a device."""
     (tiny,) = models(None, family)
     chosen = tiny.recipe(recipe)
-    made = Optimized(tiny.model, tiny.graph, chosen, RegionCompiler("eager"), Buckets.of(buckets))
+    made = CompiledModel(tiny.model, tiny.graph, chosen, RegionCompiler("eager"), Buckets.of(buckets))
     made.graph_pool = pool
     return BlockSession(
         made.spec,

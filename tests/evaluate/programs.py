@@ -12,12 +12,12 @@ load = functools.cache(api.load)
 
 
 @functools.cache
-def _program(model: Model, recipe: Any, backend: str, buckets: Any, weights: Any) -> api.Optimized:
+def _program(model: Model, recipe: Any, backend: str, buckets: Any, weights: Any) -> api.CompiledModel:
     return api.optimize(model, recipe, backend=backend, buckets=buckets, weights=weights)
 
 
 def optimize(
     model: Model, recipe: Any, *, backend: str, buckets: Any = None, progress: Any = None, weights: Any = None
-) -> api.Optimized:
+) -> api.CompiledModel:
     """What `dgraph.evaluate.run` calls, each program made once."""
     return _program(model, recipe, backend, buckets, weights)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.evaluate import run as runs
 from dgraph.evaluate.arms import Choice, expand
 from dgraph.evaluate.questions import Question
@@ -110,7 +110,7 @@ def test_results_serve_another_selection_of_arms(make: Make, tmp_path: Path, mon
 def test_equal_recipes_are_compiled_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
-    def count(model: Model, recipe: Any, **settings: Any) -> Optimized:
+    def count(model: Model, recipe: Any, **settings: Any) -> CompiledModel:
         compiled.append(recipe.name)
         return optimize(model, recipe, **settings)
 
@@ -122,7 +122,7 @@ def test_equal_recipes_are_compiled_once(make: Make, monkeypatch: pytest.MonkeyP
 def test_an_arm_that_fails_leaves_the_others(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Evaluation._decode
 
-    def small(self: Evaluation, program: Optimized, *args: Any) -> Any:
+    def small(self: Evaluation, program: CompiledModel, *args: Any) -> Any:
         if program.recipe.name == "dense":
             raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB.\nmore")
         return decode(self, program, *args)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.chunks import CHUNK_ROWS
@@ -59,7 +59,7 @@ def llada() -> Setup:
     return setup_of("llada")
 
 
-def decode(made: Optimized, chunk_rows: int | None) -> tuple[list[list[int]], list[StepRecord], list[Tensor], int]:
+def decode(made: CompiledModel, chunk_rows: int | None) -> tuple[list[list[int]], list[StepRecord], list[Tensor], int]:
     """Tokens, steps and caches of a generation, and how many calls run in chunks."""
     programs = {
         name: LoweredProgram(phase.graph, made.compiler, Buckets(), chunk_rows=chunk_rows)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.memory.dummy_step import DummyStep
 from dgraph.engine.memory.measure import measure
 from dgraph.errors import InputError
@@ -30,7 +30,7 @@ SIZES = {"N": N, "b": 2, "P": 1, "pages": 1, "page": BLOCK}
 
 
 @pytest.fixture(scope="module")
-def dense(model: dgraph.Model) -> Optimized:
+def dense(model: dgraph.Model) -> CompiledModel:
     return dgraph.optimize(model, "dense", backend="eager", max_num_logits=32)
 
 
@@ -71,7 +71,9 @@ def test_a_watcher_counts_fake_tensors_as_well() -> None:
     assert (watch.live, watch.peak) == (0, 4_000_000)
 
 
-def test_compiled_code_keeps_what_a_library_reads_and_gives(dense: Optimized, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_keeps_what_a_library_reads_and_gives(
+    dense: CompiledModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = dense.programs["step"]
     monkeypatch.setattr(program, "backend", "inductor")
     found = footprint(program, SIZES)
@@ -80,13 +82,13 @@ def test_compiled_code_keeps_what_a_library_reads_and_gives(dense: Optimized, mo
     assert found.groups["feed-forward"] == found.peak == 4 * N * (64 + 64 + 64 + 2 * 128 + 128 + 2 * 16)
 
 
-def test_logits_without_a_bound_are_those_of_all_rows(dense: Optimized) -> None:
+def test_logits_without_a_bound_are_those_of_all_rows(dense: CompiledModel) -> None:
     program = dense.with_logit_rows(N).programs["step"]
     found = footprint(program, SIZES)
     assert found.groups[HEAD] == 4 * N * 64 + N * (8 + 3 * 4) + N * 97 * 4 * 4
 
 
-def test_groups_are_told_by_where_a_node_stands(dense: Optimized) -> None:
+def test_groups_are_told_by_where_a_node_stands(dense: CompiledModel) -> None:
     graph = dense.graph()
     found = {name: [op_name(n.target) for n, group in groups_of(graph).items() if group == name] for name in GROUPS}
     assert found["projections"] == ["linear"] * 8  # q|k|v and o, of four layers
@@ -97,7 +99,7 @@ def test_groups_are_told_by_where_a_node_stands(dense: Optimized) -> None:
     assert "embedding" in found["other"]
 
 
-def prediction(made: Optimized, name: str, length: int) -> tuple[int, int]:
+def prediction(made: CompiledModel, name: str, length: int) -> tuple[int, int]:
     """Bytes as predicted and as seen, for 256 rows of a program."""
     blocks = made.spec.attention == "block_causal" and name == "step"
     step = DummyStep(N, made.spec.block_length if blocks else length, length, made.page_size)
@@ -142,7 +144,7 @@ def test_predicted_is_what_compiled_code_allocates(monkeypatch: pytest.MonkeyPat
     assert measure(program, step) is None
 
 
-def test_chunks_of_rows_are_followed(dense: Optimized) -> None:
+def test_chunks_of_rows_are_followed(dense: CompiledModel) -> None:
     graph = dense.graph("prefill")
     peaks = [
         footprint(LoweredProgram(graph, dense.compiler, Buckets(), chunk_rows=rows), SIZES).peak for rows in (None, 32)
@@ -154,7 +156,7 @@ def test_chunks_of_rows_are_followed(dense: Optimized) -> None:
     assert peaks[1] == pytest.approx(seen.peak, rel=0.05)
 
 
-def test_what_calls_take_along_takes_no_memory(dense: Optimized) -> None:
+def test_what_calls_take_along_takes_no_memory(dense: CompiledModel) -> None:
     """Sums of the stream are added up in its own buffer, and queries are rotated where they are read."""
     graph = dense.graph("step")
     made = LoweredProgram(graph, dense.compiler, Buckets(), fused=True)
@@ -168,7 +170,7 @@ def test_what_calls_take_along_takes_no_memory(dense: Optimized) -> None:
     assert fused.peak == pytest.approx(seen.peak, rel=0.05)
 
 
-def test_a_size_that_is_not_given_is_named(dense: Optimized) -> None:
+def test_a_size_that_is_not_given_is_named(dense: CompiledModel) -> None:
     with pytest.raises(InputError, match="size 'P' of an input is not given; sizes has N, b"):
         footprint(dense.programs["step"], {"N": 8, "b": 1, "pages": 1, "page": 8})
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.compiler.phases import lowering_passes, rewrite
 from dgraph.engine.memory.dummy_step import DummyStep
 from dgraph.engine.memory.measure import measure
@@ -43,7 +43,7 @@ def model(family: str, kind: str) -> TinyModel:
     return tiny.quantised(QuantizeWeights(kind, activations=True))
 
 
-def phases_on_gpu(made: Optimized) -> dict[str, Graph]:
+def phases_on_gpu(made: CompiledModel) -> dict[str, Graph]:
     """The phases of a model as a GPU runs them."""
     phases = rewrite(made.captured, made.recipe, lowering_passes((8, 9)))
     return {name: phase.graph for name, phase in phases.items()}

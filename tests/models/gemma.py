@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.families.weights import weights_of
 from dgraph.frontend.capture import capture_module
 from dgraph.frontend.frozen import from_data, to_data
@@ -151,13 +151,15 @@ def _captured() -> dict[str, Any]:
 
 
 @functools.cache
-def optimized(sharp: float = 6.0, mixing: float = 1.0, stops: tuple[int, ...] = (), rings: bool = True) -> Optimized:
+def optimized(
+    sharp: float = 6.0, mixing: float = 1.0, stops: tuple[int, ...] = (), rings: bool = True
+) -> CompiledModel:
     """The dense recipe on it, op by op; stops: tokens that end a response; rings: see `CacheKV`."""
     model = adopted(published(sharp, mixing))
     model = replace(model, spec=replace(model.spec, eos_ids=stops))
     graph = from_data(_captured(), model.spec, weights_of(model.module, model.prefix))
     recipe = build(RECIPES, "dense", model.spec, {"rings": rings})
-    return Optimized(model, graph, recipe, RegionCompiler("eager"), Buckets.of("exact"))
+    return CompiledModel(model, graph, recipe, RegionCompiler("eager"), Buckets.of("exact"))
 
 
 @dataclass

@@ -16,7 +16,7 @@ EOS = 5
 
 
 @pytest.fixture(scope="module")
-def dense() -> dgraph.Optimized:
+def dense() -> dgraph.CompiledModel:
     return dgraph.optimize(dgraph.adopt(remote(), block_length=BLOCK), "dense", backend="eager")
 
 
@@ -30,7 +30,7 @@ def dense() -> dgraph.Optimized:
     ],
 )
 def test_generations_are_the_oracles(
-    dense: dgraph.Optimized, threshold: float, edit_threshold: float, passes: int
+    dense: dgraph.CompiledModel, threshold: float, edit_threshold: float, passes: int
 ) -> None:
     """Eight at each setting, as one batch: prompts of 1 to 20 tokens, and responses that end within a block."""
     draw = random.Random(f"{threshold} {edit_threshold}")

@@ -32,7 +32,7 @@ LOUD = loud()
 
 
 @pytest.fixture(scope="module")
-def dense() -> dgraph.Optimized:
+def dense() -> dgraph.CompiledModel:
     return dgraph.optimize(dgraph.adopt(remote(LOUD), block_length=BLOCK), "dense", backend="eager")
 
 
@@ -51,7 +51,7 @@ def prompts_for(seed: str, count: int) -> list[list[int]]:
     ],
 )
 def test_generations_are_the_oracles(
-    dense: dgraph.Optimized, threshold: float, edit_threshold: float, passes: int
+    dense: dgraph.CompiledModel, threshold: float, edit_threshold: float, passes: int
 ) -> None:
     """Tokens and steps: prompts of 1 to 20 tokens as one batch, and responses that end within a block."""
     prompts = prompts_for(f"{threshold} {edit_threshold}", 8)
@@ -71,7 +71,7 @@ def test_generations_are_the_oracles(
     assert not {DELETE, SPLIT, SIZES.vocab - 1} & {token for ids in found.token_ids for token in ids}
 
 
-def test_a_batch_of_several_rules_gives_what_each_gives_alone(dense: dgraph.Optimized) -> None:
+def test_a_batch_of_several_rules_gives_what_each_gives_alone(dense: dgraph.CompiledModel) -> None:
     prompts = prompts_for("several", 4)
     rules = [JointThresholdInDel(delete_id=DELETE, split_id=SPLIT), JointThreshold(), None, JointThresholdInDel()]
     decodings = [Decoding(max_new_tokens=12, **({"policy": rule} if rule else {"threshold": 0.6})) for rule in rules]

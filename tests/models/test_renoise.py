@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -175,9 +175,9 @@ def test_recipes_that_do_not_apply_say_why(recipe: str, reason: str) -> None:
 def test_options_that_do_not_apply_say_why(options: dict[str, Any], message: str) -> None:
     made = optimized(4.0, 0.3)
 
-    def with_options() -> Optimized:
+    def with_options() -> CompiledModel:
         recipe = build(RECIPES, "dense", made.spec, options)
-        return Optimized(made.model, made.captured, recipe, RegionCompiler("eager"), Buckets.of("exact"))
+        return CompiledModel(made.model, made.captured, recipe, RegionCompiler("eager"), Buckets.of("exact"))
 
     with pytest.raises(InputError, match=message):
         with_options()

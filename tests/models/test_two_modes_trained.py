@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from training import two_modes
 from training.two_modes import BLOCK, NUMBERS, losses, progressions, train
 
@@ -19,7 +19,7 @@ NEW = 24
 
 
 @functools.cache
-def trained() -> Optimized:
+def trained() -> CompiledModel:
     return dgraph.optimize(dgraph.load(FOLDER, dtype=torch.float32), "dense", backend="eager")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized, Result
+from dgraph.compiler.compiled_model import CompiledModel, Result
 from dgraph.families import families
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
@@ -34,10 +34,10 @@ class Setup:
     graph: Graph
     plain: Model
 
-    def optimized(self, recipe: str, **options: Any) -> Optimized:
+    def optimized(self, recipe: str, **options: Any) -> CompiledModel:
         """Op by op."""
         made = build(RECIPES, recipe, self.model.spec, options)
-        return Optimized(self.model, self.graph, made, RegionCompiler("eager"), Buckets.of("exact"))
+        return CompiledModel(self.model, self.graph, made, RegionCompiler("eager"), Buckets.of("exact"))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dgraph.compiler.compiled_model import Optimized, Result
+from dgraph.compiler.compiled_model import CompiledModel, Result
 from dgraph.runtime.stats import StepRecord
 from dgraph.testing import TinyModel, prompts, ranks
 
@@ -22,12 +22,12 @@ TOLERANCE = 1e-4
 class Run:
     """What a call of `generate` gave, and its steps."""
 
-    made: Optimized
+    made: CompiledModel
     result: Result
     steps: list[StepRecord]
 
 
-def run_of(made: Optimized, tiny: TinyModel, **decoding: Any) -> Run:
+def run_of(made: CompiledModel, tiny: TinyModel, **decoding: Any) -> Run:
     """Decode the model's prompts; keys and values are kept where no row is hidden."""
     steps: list[StepRecord] = []
     plan = made.recipe.plan

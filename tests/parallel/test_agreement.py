@@ -25,7 +25,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(division, "of", lambda mesh: Sharding(2))
 
 
-def optimized(model: dgraph.Model, mesh: Any = None) -> dgraph.Optimized:
+def optimized(model: dgraph.Model, mesh: Any = None) -> dgraph.CompiledModel:
     return dgraph.optimize(model, "focus", backend="eager", artifacts=False, mesh=mesh)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.compiler.phases import rewrite
 from dgraph.errors import PassError
 from dgraph.families.adapters import Adapter, LowRank
@@ -137,7 +137,7 @@ def test_ranks_add_their_parts(step: QuantizeWeights | None) -> None:
     tiny = tiny_with() if step is None else tiny_with().quantised(step)
     settings = {"input_ids": [[1, 2, 3], [5] * 13], "max_new_tokens": 16, "policy": "self_speculation"}
 
-    def steps_of(made: Optimized) -> tuple[list[list[int]], list[int]]:
+    def steps_of(made: CompiledModel) -> tuple[list[list[int]], list[int]]:
         result = made.generate(**settings)
         return result.token_ids, result.stats.sequence_steps
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.compiler.phases import scoring
 from dgraph.errors import InputError, PassError, UnknownName, VerifyError
 from dgraph.ir.graph import Graph
@@ -375,7 +375,7 @@ def test_responses_are_those_of_one_process(recipe: str) -> None:
     def respond(rank: int) -> list[list[int]]:
         graph = rewritten(tiny.graph, ShardTensorParallel(2, rank=rank))
         how = RegionCompiler("eager"), Buckets.of("exact")
-        opt = Optimized(tiny.model, graph, tiny.recipe(recipe), *how)
+        opt = CompiledModel(tiny.model, graph, tiny.recipe(recipe), *how)
         return opt.generate(input_ids=prompts(tiny), max_new_tokens=12).token_ids
 
     assert ranks(2, respond) == [want, want]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, Recipe, build
@@ -76,7 +76,7 @@ class Setup:
         fresh: bool = False,
         first: str | None = None,
         **options: Any,
-    ) -> Optimized:
+    ) -> CompiledModel:
         """The recipe, for blocks of that length; equal recipes share it, with the memory that they have taken, unless
         it is to be fresh.
 
@@ -90,9 +90,9 @@ class Setup:
 
 
 @functools.lru_cache(maxsize=64)
-def _optimized(setup: Setup, recipe: Recipe, block: int, backend: str, buckets: Buckets) -> Optimized:
+def _optimized(setup: Setup, recipe: Recipe, block: int, backend: str, buckets: Buckets) -> CompiledModel:
     model = replace(setup.model, spec=replace(setup.model.spec, block_length=block))
-    return Optimized(model, setup.graph, recipe, RegionCompiler(backend), buckets)
+    return CompiledModel(model, setup.graph, recipe, RegionCompiler(backend), buckets)
 
 
 def config_of(family: str) -> Config:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.recipes import RECIPES, Recipe, build
@@ -48,15 +48,15 @@ def _captured() -> Setup:
 
 def optimized(
     setup: Setup, recipe: str, backend: str = "eager", buckets: Any = None, fresh: bool = False, **options: Any
-) -> Optimized:
+) -> CompiledModel:
     """The recipe for that model; equal ones share it, and the memory that they have taken, unless it is to be fresh."""
     make = _optimized.__wrapped__ if fresh else _optimized
     return make(setup, build(RECIPES, recipe, setup.model.spec, options), backend, Buckets.of(buckets))
 
 
 @functools.lru_cache(maxsize=64)
-def _optimized(setup: Setup, recipe: Recipe, backend: str, buckets: Buckets) -> Optimized:
-    return Optimized(setup.model, setup.graph, recipe, RegionCompiler(backend), buckets)
+def _optimized(setup: Setup, recipe: Recipe, backend: str, buckets: Buckets) -> CompiledModel:
+    return CompiledModel(setup.model, setup.graph, recipe, RegionCompiler(backend), buckets)
 
 
 def prompts_for(block: int) -> list[list[int]]:
@@ -130,7 +130,7 @@ def trace_of(setup: Setup, prompt: tuple[int, ...], block: int, new: int, **word
 def check(
     setup: Setup,
     block: int,
-    run: Optimized,
+    run: CompiledModel,
     policy: dict[str, Any],
     expected: dict[str, Any],
     near: float = 1e-4,

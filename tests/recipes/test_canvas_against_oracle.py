@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
@@ -181,7 +181,7 @@ def drawn_order(prompt: int) -> Callable[[int], float]:
 def check(
     setup: Setup,
     block: int,
-    run: Optimized,
+    run: CompiledModel,
     rule: str,
     method: oracle.Method,
     eviction: Callable[[int], Eviction | None] = nothing_evicted,
@@ -238,7 +238,7 @@ def evicting(**options: Any) -> Callable[[int], Eviction]:
     return of
 
 
-def check_focus(setup: Setup, block: int, run: Optimized, rule: str, options: dict[str, Any]) -> None:
+def check_focus(setup: Setup, block: int, run: CompiledModel, rule: str, options: dict[str, Any]) -> None:
     method = oracle.fast_dllm("dual", 0, options.get("block_cache", "dc+"))
     found = check(setup, block, run, rule, method, evicting(**options))
     steps = [step for trace in found for step in trace.steps]

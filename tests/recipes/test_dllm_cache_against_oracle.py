@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError
 from dgraph.ops import OPS
 from dgraph.plans.regions import Response
@@ -54,7 +54,7 @@ def trace_of(
     return setup.traced(dllm_cache.generate, prompt, method, block, new_tokens(block), watch=watch, **RULES[rule][1])
 
 
-def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method, near: float = 1e-4) -> None:
+def check(setup: Setup, block: int, run: CompiledModel, rule: str, method: Method, near: float = 1e-4) -> None:
     """Every step of a generation of a ragged batch, and its keys and values at the end, are the oracle's."""
     records: list[StepRecord] = []
     prompts = prompts_for(block)

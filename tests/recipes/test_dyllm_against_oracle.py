@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
 from dgraph.plans.regions import Response
@@ -57,7 +57,9 @@ def traces_of(setup: Setup, block: int, method: Method, rule: str) -> list[dyllm
     return [trace_of(setup, prompt, block, method, rule) for prompt in prompts_for(block)]
 
 
-def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method, near: float = 1e-4) -> list[dyllm.Trace]:
+def check(
+    setup: Setup, block: int, run: CompiledModel, rule: str, method: Method, near: float = 1e-4
+) -> list[dyllm.Trace]:
     """Every step of a generation of a ragged batch, and its keys and values at the end, are the oracle's."""
     prompts, records = prompts_for(block), []
     result = run.generate(

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError
 from dgraph.passes import EvictTokens
 from dgraph.recipes import Ablation
@@ -80,7 +80,7 @@ def trace_of(setup: Setup, prompt: tuple[int, ...], block: int, threshold: float
 
 
 def check(
-    setup: Setup, run: Optimized, options: dict[str, Any], block: int = BLOCK, threshold: float = 0.6
+    setup: Setup, run: CompiledModel, options: dict[str, Any], block: int = BLOCK, threshold: float = 0.6
 ) -> list[tuple[int, int]]:
     """Every step of a generation, and its keys and values, are the oracle's; how many rows each of a prompt's steps
     forwarded, and kept.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
@@ -28,11 +28,11 @@ BLOCK, NEW = 8, 21
 pytestmark = pytest.mark.filterwarnings("ignore:block_length=8, but:dgraph.errors.DgraphWarning")
 
 
-def optimized(family: str, name: str, plan: RowPlan, **options: Any) -> Optimized:
+def optimized(family: str, name: str, plan: RowPlan, **options: Any) -> CompiledModel:
     setup = setup_of(family)
     model = replace(setup.model, spec=replace(setup.model.spec, block_length=BLOCK, eos_ids=()))
     recipe = replace(build(RECIPES, name, model.spec, options).inserting(SlotKV(), after="CacheKV"), plan=plan)
-    return Optimized(model, setup.graph, recipe, RegionCompiler("eager"), Buckets())
+    return CompiledModel(model, setup.graph, recipe, RegionCompiler("eager"), Buckets())
 
 
 @dataclass
@@ -107,7 +107,7 @@ def test_where_nothing_is_hidden_nothing_changes(family: str, name: str) -> None
     setup = setup_of(family)
     model = replace(setup.model, spec=replace(setup.model.spec, block_length=BLOCK, eos_ids=()))
     recipe = replace(build(RECIPES, name, model.spec, {}), plan=plan)
-    want = Optimized(model, setup.graph, recipe, RegionCompiler("eager"), Buckets()).generate(**options)
+    want = CompiledModel(model, setup.graph, recipe, RegionCompiler("eager"), Buckets()).generate(**options)
     assert found.token_ids == want.token_ids
     assert found.stats.kept_rows == want.stats.kept_rows
 
@@ -123,7 +123,7 @@ def test_what_does_not_go_with_hidden_rows() -> None:
     setup, plan = setup_of("llada"), RowPlan(Stride(3), Counted())
     recipe = replace(build(RECIPES, "dense", setup.model.spec, {}), plan=plan)
     with pytest.raises(InputError, match=r"hides rows, but program 'step' writes keys .* Put the pass SlotKV after"):
-        Optimized(setup.model, setup.graph, recipe, RegionCompiler("eager"), Buckets())
+        CompiledModel(setup.model, setup.graph, recipe, RegionCompiler("eager"), Buckets())
     with pytest.raises(InputError, match=r"keep_kv returns keys by position, but .* hides rows"):
         optimized("llada", "dense", plan).generate(input_ids=[[7, 8]], max_new_tokens=8, keep_kv=True)
     with pytest.raises(InputError, match="hides rows, so keys change their places in the cache, but KVPlan"):

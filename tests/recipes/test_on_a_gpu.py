@@ -28,7 +28,7 @@ def model(device: str, name: str = "tiny_sdar") -> dgraph.Model:
 
 def tokens(
     device: str, recipe: str, name: str = "tiny_sdar", **settings: Any
-) -> tuple[list[list[int]], dgraph.Optimized]:
+) -> tuple[list[list[int]], dgraph.CompiledModel]:
     program = dgraph.optimize(model(device, name), recipe, **settings)
     return program.generate(PROMPTS, max_new_tokens=64).token_ids, program
 
@@ -65,7 +65,7 @@ def test_graphs_give_what_launches_give(name: str, recipe: str) -> None:
 def test_prompts_of_few_rows_are_replayed_and_of_many_are_not(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     prompts = [4 * f"{prompt} " for prompt in PROMPTS]  # a prompt of less than a block is forwarded by its first step
 
-    def run(**settings: Any) -> tuple[list[list[int]], dgraph.Optimized]:
+    def run(**settings: Any) -> tuple[list[list[int]], dgraph.CompiledModel]:
         program = dgraph.optimize(model("cuda"), recipe, **settings)
         return program.generate(prompts, max_new_tokens=32).token_ids, program
 

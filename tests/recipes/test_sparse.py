@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from dgraph.cli import app
-from dgraph.compiler.compiled_model import Optimized, Result
+from dgraph.compiler.compiled_model import CompiledModel, Result
 from dgraph.errors import InputError, UnknownName
 from dgraph.passes import (
     CacheKV,
@@ -102,7 +102,7 @@ ON_BLOCKS: dict[str, tuple[Named, Named]] = {
 }
 
 
-def run_on(family: str) -> Callable[..., Optimized]:
+def run_on(family: str) -> Callable[..., CompiledModel]:
     """Makes the recipe of a name and options, for blocks of 16."""
     if family in block_dyllm.FAMILIES:
         return lambda name, **options: optimized(block_dyllm.setup_of(family), name, **options)

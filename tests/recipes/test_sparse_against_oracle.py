@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.ops.kv.scales import unscaled
@@ -92,7 +92,7 @@ def setups() -> dict[str, Setup]:
     return {family: setup_of(family) for family in FAMILIES}
 
 
-def packed(run: Optimized, sequence: int, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def packed(run: CompiledModel, sequence: int, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values [n, D] that each head of a sequence has packed."""
     found = run._session.packed
     assert found is not None
@@ -109,7 +109,7 @@ def packed(run: Optimized, sequence: int, layer: int) -> list[tuple[torch.Tensor
     return list(zip(k, v, strict=True))
 
 
-def check(setup: Setup, block: int, run: Optimized, rule: str, method: Method, near: float = 1e-4) -> None:
+def check(setup: Setup, block: int, run: CompiledModel, rule: str, method: Method, near: float = 1e-4) -> None:
     """Every step of a generation of a ragged batch, what its heads keep, and its keys and values, are the oracle's."""
     records: list[StepRecord] = []
     prompts = prompts_for(block)
@@ -145,7 +145,7 @@ def test_layers_keep_as_their_importance_says(setups: dict[str, Setup]) -> None:
     importance = (0.5, 0.1, 0.4)
     model = replace(setup.model, spec=replace(setup.model.spec, layer_importance=importance, block_length=16))
     recipe = build(RECIPES, "maskkv", model.spec, {"pairs": 10})
-    run = Optimized(model, setup.graph, recipe, RegionCompiler("eager"), Buckets.of(None))
+    run = CompiledModel(model, setup.graph, recipe, RegionCompiler("eager"), Buckets.of(None))
     # base 4 of 10; of the pool of 18, 16 (16.2) go to the two boundary layers, and 2 to the other
     method = Method("response", "mask_voting", pairs=(12, 6, 12), heads="mass", floor=0.1, **MASKKV)
     assert recipe.kv is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
@@ -66,7 +66,7 @@ def trace_of(family: str, prompt: list[int], method: Method, rule: dict[str, Any
     return trace, blocks
 
 
-def check(family: str, run: Optimized, method: Method, rule: dict[str, Any], near: float = 1e-4) -> None:
+def check(family: str, run: CompiledModel, method: Method, rule: dict[str, Any], near: float = 1e-4) -> None:
     """Every step of a ragged batch, what its heads keep at the end, and the keys and values in the cache."""
     records: list[StepRecord] = []
     result = run.generate(input_ids=prompts(), max_new_tokens=NEW, keep_kv=True, observer=records.append, **rule)

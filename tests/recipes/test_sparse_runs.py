@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram, run_in_order
@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 21, "threshold": 0.7}
 
 
 @functools.cache
-def run_of(family: str, case: str) -> Optimized:
+def run_of(family: str, case: str) -> CompiledModel:
     name, options = CASES[case]
     if family in block_dyllm.FAMILIES:
         return optimized(block_dyllm.setup_of(family), name, **options)
@@ -141,13 +141,13 @@ LONG = [list(range(6, 90)) * 2 + list(range(6, 38)), list(range(6, 90))]
 """200 and 84 tokens."""
 
 
-def packed_bytes(run: Optimized, entries: int, sequences: int) -> int:
+def packed_bytes(run: CompiledModel, entries: int, sequences: int) -> int:
     """Of keys and values, positions and counts, all of 4 bytes, in every layer."""
     spec = run.spec
     return spec.layers * 4 * (entries * (2 * spec.head_dim + 1) + sequences * spec.kv_heads)
 
 
-def first_of(run: Optimized, **settings: Any) -> list[int]:
+def first_of(run: CompiledModel, **settings: Any) -> list[int]:
     result = run.generate(input_ids=LONG, keep_kv=True, **{**SETTINGS, **settings})
     assert result.kv is not None
     for kv, prompt in zip(result.kv, LONG, strict=True):
@@ -197,7 +197,7 @@ def test_a_prompt_has_no_pages(family: str, case: str) -> None:
     assert run._session.packed.bytes == packed_bytes(run, entries, 4)
 
 
-def watched(run: Optimized) -> list[int]:
+def watched(run: CompiledModel) -> list[int]:
     """Free pages before each step, and at the end."""
     seen: list[int] = []
     run.generate(input_ids=LONG, progress=lambda progress: seen.append(run._session.kv.free_pages), **SETTINGS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import SubBlocks
 from dgraph.runtime.stats import StepRecord
@@ -53,7 +53,7 @@ def trace_of(
     return trace, passes
 
 
-def check(setup: Setup, run: Optimized, method: Method) -> None:
+def check(setup: Setup, run: CompiledModel, method: Method) -> None:
     """Every step of a ragged batch, what its heads keep at the end, and the keys and values in the cache."""
     records: list[StepRecord] = []
     settings = {"max_new_tokens": new_tokens(BLOCK), "threshold": 0.6, "keep_kv": True}

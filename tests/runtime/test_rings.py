@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dgraph
-from dgraph.compiler.compiled_model import Optimized
+from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.memory.profile import profile
 from dgraph.errors import DgraphError, InputError, PoolFull
 from dgraph.runtime.decoding import Decoding
@@ -36,7 +36,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 @functools.cache
-def optimized(window: int = 6, rings: bool = True) -> Optimized:
+def optimized(window: int = 6, rings: bool = True) -> CompiledModel:
     """The tiny model of the family with another window, op by op."""
     from dgraph.models.diffusion_gemma import family
 

@@ -23,19 +23,19 @@ if any(find_spec(name) is None for name in NEEDS):
 
 
 @pytest.fixture(scope="session")
-def sdar() -> dgraph.Optimized:
+def sdar() -> dgraph.CompiledModel:
     """A trained block-causal model, whose first steps evict, too, so that a few words take several steps."""
     return dgraph.optimize("tiny_sdar", "focus", backend="eager", full_steps=0)
 
 
 @pytest.fixture(scope="session")
-def llada() -> dgraph.Optimized:
+def llada() -> dgraph.CompiledModel:
     """A trained bidirectional model."""
     return dgraph.optimize("tiny_llada", "fast_dllm", backend="eager")
 
 
 @pytest.fixture(scope="module")
-def live(sdar: dgraph.Optimized, llada: dgraph.Optimized) -> Iterator[Live]:
+def live(sdar: dgraph.CompiledModel, llada: dgraph.CompiledModel) -> Iterator[Live]:
     """A server over both; every page has come back when a module is over."""
     from tests.serve.live import Live
 

@@ -38,7 +38,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "weather", "argument
 
 
 @pytest.fixture(scope="module")
-def live(sdar: dgraph.Optimized, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+def live(sdar: dgraph.CompiledModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server over the trained model, whose chat template reads all that chats can have."""
     folder = tmp_path_factory.mktemp("templated")
     engine: Any = sdar.engine(max_sequences=4, max_tokens=512)

@@ -16,7 +16,7 @@ from dgraph.bench.serve import LoadTest, prompts_for
 
 
 @pytest.mark.release
-def test_both_arms_are_served_the_same(sdar: dgraph.Optimized, tmp_path: Path) -> None:
+def test_both_arms_are_served_the_same(sdar: dgraph.CompiledModel, tmp_path: Path) -> None:
     requests = [Request(0.0, 8, 8) for _ in range(4)]
     decoding = dgraph.Decoding(steps=2, ignore_eos=True)
     settings = dgraph.EngineConfig(max_sequences=2, max_tokens=64)
