@@ -179,7 +179,7 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
         if found := [what for what, there in {**others, f"has {plan}": plan is not None}.items() if there]:
             raise InputError(
                 f"{type(policy).__name__} forwards sub-blocks of {size} positions over keys that a step of the whole "
-                f"block has cached. The rows of this recipe's steps are chosen by {', '.join(found)}. "
+                f"block has cached. Steps of this recipe forward other rows ({', '.join(found)}). "
                 f"Use 'dense' with block_cache='off', or leave out cached=True.",
                 field="policy",
             )

@@ -97,7 +97,7 @@ def test_a_synthesised_trace_has_its_redundancy_exactly(block: int, dense: float
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dense": 15.01}, "cannot be met by 5 blocks of 32: 70.05 steps"),
+        ({"dense": 15.01}, "cannot be met by 5 blocks of 32. 70.05 steps"),
         ({"dense": 40.0}, "cannot be met"),
         ({"kept": 1.0}, "less than commits of this kind take"),
         ({"kept": 30.0}, "more than blocks of 32 can keep"),

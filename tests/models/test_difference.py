@@ -122,7 +122,7 @@ def test_a_run_becomes_a_folder_that_loads_beside_its_base(run: Path, tmp_path: 
     torch.testing.assert_close(*logits, rtol=0.05, atol=0.02)
     result = dgraph.optimize(tmp_path, "dense", backend="eager").generate(["Sort: b a"], max_new_tokens=32)
     assert len(result.texts) == 1
-    with pytest.raises(InputError, match=r"is no run of models\.training\.convert"):
+    with pytest.raises(InputError, match=r"is no run of training\.convert"):
         compress(tmp_path, tmp_path, 1)
 
 

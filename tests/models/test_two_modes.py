@@ -105,9 +105,9 @@ def test_where_keys_cannot_be_cached_within_a_block_is_refused() -> None:
         ("focus", {"block_cache": "off"}, r"\(evicts rows\)"),
         ("dyllm", {}, r"\(has RowPlan.*\)"),
     ):
-        with pytest.raises(InputError, match=rf"SubBlocks forwards sub-blocks of 3 positions .* {what}; use 'dense'"):
+        with pytest.raises(InputError, match=rf"SubBlocks forwards sub-blocks of 3 positions .* {what}\. Use 'dense'"):
             setup.optimized(recipe, **options).generate(input_ids=[[1]], max_new_tokens=2, policy=cached)
-    with pytest.raises(InputError, match=r"such as fast_dllm_v2, and sdar is none; leave cached=True out"):
+    with pytest.raises(InputError, match=r"such as fast_dllm_v2; sdar does not\. Leave cached=True out"):
         models(None, "sdar")[0].optimized("dense").generate(input_ids=[[1]], max_new_tokens=2, policy=cached)
     with pytest.raises(InputError, match="cached is true or false, got 1"):
         SubBlocks(cached=1)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_samplers_that_need_logits_decode_alike(settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("family", "recipe", "options", "message"),
     [
-        ("nemotron", "maskkv", {"selector": "snapkv"}, "nemotron is block_causal: the step that chooses forwards no"),
+        ("nemotron", "maskkv", {"selector": "snapkv"}, "nemotron is block_causal: its selecting step forwards no"),
         ("fast_dllm_v2", "dllm_serve", {"first": "position"}, "but fast_dllm_v2 is block_causal; leave it out"),
         ("nemotron", "dense", {"recommit": False}, "predicts the next token, and recommit=False leaves it out"),
         ("nemotron", "fast_dllm", {}, "approximates the keys of a bidirectional model; those of nemotron are exact"),

@@ -121,7 +121,7 @@ def test_the_first_step_is_a_full_one() -> None:
         def full(self, view: View) -> Tensor:
             return view.step == 1
 
-    with pytest.raises(InputError, match=r"the first step of a response must be a full one, but is none under .*Late"):
+    with pytest.raises(InputError, match=r"the first step of a response must be a full one; under .*Late.* it is not"):
         RowPlan(Block(), Late())
     assert RowPlan(Block(), Late() | Counted()).schedule == Either(Late(), Counted())
 
