@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,8 +20,11 @@ from dgraph.cli import options as given
 from dgraph.cli.output import OUT, columns, print_json, status
 from dgraph.text.columns import NARROWEST
 
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
 OPTIONAL = {"triton": "kernels for a GPU; a CPU needs none"}
-"""Optional packages, without which dgraph runs, and their uses."""
+"""Packages of the extra `gpu`, without which dgraph runs on a CPU, and their uses."""
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -88,9 +92,9 @@ def _packages() -> Iterator[Check]:
     yield Check("python", "ok" if fits else "fail", version, "" if fits else "dgraph needs another version of Python.")
     for text in declared:
         required = Requirement(text)
-        optional = OPTIONAL.get(required.name)
-        if "extra" in str(required.marker or "") and optional is None:
+        if required.marker is not None and not required.marker.evaluate({"extra": "gpu"}):
             continue
+        optional = OPTIONAL.get(required.name)
         try:
             version = importlib.metadata.version(required.name)
         except importlib.metadata.PackageNotFoundError:
@@ -108,7 +112,21 @@ def _packages() -> Iterator[Check]:
             if fits
             else f"dgraph is tested with {required.specifier}: pip install '{required.name}{required.specifier}'"
         )
+        if fits and optional and (pinned := _pinned_by_torch(required.name)) is not None:
+            fits = pinned.contains(version, prereleases=True)
+            advice = "" if fits else f"this torch needs {required.name}{pinned}: pip install '{required.name}{pinned}'"
         yield Check(required.name, "ok" if fits else "warn", version, advice)
+
+
+def _pinned_by_torch(name: str) -> SpecifierSet | None:
+    """Versions of a package that the installed torch declares; None where it declares none (a build for CPUs)."""
+    from packaging.requirements import Requirement
+
+    try:
+        declared = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((r.specifier for r in map(Requirement, declared) if r.name == name), None)
 
 
 def _compiler() -> Iterator[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import io
 import json
 import math
@@ -219,6 +220,21 @@ def test_doctor_says_what_is_there_and_what_to_do(run: Run, monkeypatch: pytest.
     assert line.split()[1:3] == ["C++", "compiler"]
     assert line.endswith("fails: no such header: omp.h")
     assert "--backend eager" in result.stdout
+
+
+@pytest.mark.parametrize(("pinned", "status"), [([], "ok"), (["triton==VERSION"], "ok"), (["triton==3.5.9"], "warn")])
+def test_doctor_holds_triton_to_what_torch_declares(
+    monkeypatch: pytest.MonkeyPatch, pinned: list[str], status: str
+) -> None:
+    from dgraph.cli import doctor
+
+    version = pytest.importorskip("triton").__version__
+    declared = {"torch": [each.replace("VERSION", version) for each in pinned]}
+    requires = importlib.metadata.requires
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared.get(name, requires(name)))
+    (check,) = (check for check in doctor.CHECKS["packages"]() if check.name == "triton")
+    assert (check.status, check.found) == (status, version)
+    assert check.advice == ("this torch needs triton==3.5.9: pip install 'triton==3.5.9'" if status == "warn" else "")
 
 
 def test_doctor_finds_an_incomplete_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
