@@ -48,6 +48,10 @@ class EvictTokens(Pass):
     of each kept row, and every row that holds a token. It also keeps every masked row between the rightmost row kept so
     far and the rightmost row kept now.
 
+    Two readings deviate from the paper. Eq. 2 sums over all rows of the block; here, as in the public kernels, it sums
+    over candidates. Eq. 17 to 19 and appendix E.3.1 keep the average of decoded tokens across blocks; here each block
+    begins it anew.
+
     Keys and values of layer `after` are still written for all rows; from its attention on, all runs on the kept rows
     (row set K). As published, rows are evicted from the first step of a block on. Then a row right of all rows kept so
     far has no keys in the later layers. So the kept rows see their sequence up to the last kept row. After `full_steps`
