@@ -81,7 +81,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         forget()
 
     yield make
-    for name in [n for n in sys.modules if n.endswith("_methods")]:
+    for name in [n for n in sys.modules if n.endswith("_methods") and "." not in n]:  # not tests.test_methods
         del sys.modules[name]
     forget()
 
