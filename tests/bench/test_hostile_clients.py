@@ -15,7 +15,8 @@ from benchmarks.gap_clients import clients
 from benchmarks.hostile_clients import Arm, resident, share_of
 from tests.serve.live import Held
 
-LIMITS = {"header_timeout": 0.2, "body_timeout": 0.2, "max_connections": 64}
+LIMITS = {"header_timeout": 0.2, "body_timeout": 10.0, "max_connections": 64}
+"""Short for heads, which attacks hold back; a body of 20 kB may take long to send on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,8 @@ def test_attacks_are_refused(held: Held) -> None:
     names = [one.__name__ for one in ATTACKS if one.__name__ not in ("long_texts", "many_values")]
     found = attack(held.live.url, 0.5, names)
     assert set(found) == set(names)
-    # A client that waits longest gives way, and a body that a busy machine sends too late is not answered.
-    closed = {"closed", "ConnectionResetError", "BrokenPipeError", "RemoteDisconnected"}
-    assert set(found["fitting_texts"]) <= {"400", *closed}
+    closed = {"closed", "ConnectionResetError", "BrokenPipeError"}  # who waits longest gives way
+    assert set(found["fitting_texts"]) == {"400"}
     assert set(found["endless_headers"]) <= {"431", *closed}
     assert set(found["silent_sockets"]) <= {"408", "still open", *closed}
     assert resident(held.live.url) > 0

@@ -157,7 +157,9 @@ def test_sources_of_inlined_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_inline_op_has_a_source() -> None:
     for op in OPS.values():
         if op.inline:
-            assert any(name.endswith(f"/{op.name}.py") for name in sources_of([op.reference]))
+            module = op.reference.__module__
+            assert module.endswith(f".{op.name}")
+            assert f"{module.replace('.', '/')}.py" in sources_of([op.reference])
 
 
 def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +167,8 @@ def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (package / "deep").mkdir(parents=True)
     files = {
         "__init__": "from outsider import everything",
-        "a": "import torch, outsider.b as b  # more\nfrom . import c\nfrom dgraph.ops.rows import (rope,\n  rms_norm)",
+        "a": "import torch, outsider.b as b  # and more\nfrom . import c\nfrom dgraph.ops import op_of\n"
+        "from dgraph.ops.rows import (rope,\n  rms_norm as f)",
         "b": "def f():\n    from outsider.deep.d import g\n    from .. import above",
         "c": "if TYPE_CHECKING:\n    from outsider.e import E\n\nfrom outsider.none import x",
         "d": "import torch, \\\n  outsider.f\nfrom . import (  # (a)\n  g,\n)",
@@ -185,6 +188,7 @@ def test_imports_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     names = ("a.py", "b.cpp", "b.py", "b_parts.cpp", "c.py", "d.py", "deep/d.py", "f.py", "g.py")
     assert mine == [f"outsider/{name}" for name in names], "with C++ that lies beside a module"
     assert {"dgraph/ops/rows/rope.py", "dgraph/ops/rows/rms_norm.py", "dgraph/ops/registry.py"} <= found.keys()
+    assert "dgraph/ops/__init__.py" in found
     assert not [name for name in found if name.startswith(("dgraph/api", "dgraph/__init__", "torch"))]
     assert sources.modules_beside("outsider.a") == tuple(f"outsider.{name}" for name in "abcdefg")
     assert sources.modules_beside("alone") == ("alone",)

@@ -393,7 +393,7 @@ BAD: list[tuple[Body, str, str]] = [
     (
         no_rule,
         "renorm",
-        r"no rule is known for it\. Add one with dgraph\.ir\.aten_rules\.register in a module of",
+        r"no rule is known for it\. Add one with dgraph\.ir\.aten_rules\.register in a module of the ent",
     ),
     (by_place, "constant_pad_nd", r"its arguments say by their places which dimensions are meant"),
     (rolled_tokens, "roll", r"it works along dimension 1, which runs over tokens"),

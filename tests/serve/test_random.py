@@ -75,7 +75,7 @@ def test_requests_as_the_schema_has_them_and_nearly(http: httpx.Client, schemas:
 
 
 def test_many_of_them_were_served() -> None:
-    assert SEEN[200] >= 3, SEEN  # of 150 drawn ones about one in ten is valid, in some runs one in thirty
+    assert SEEN[200] > sum(SEEN.values()) // 20, SEEN
     print(SEEN)
 
 
