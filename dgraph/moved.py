@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dgraph.errors.former import tell_former
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 _BY_PACKAGE = {
     "compiler": "arguments captured=base_graph compilation conversations=prompts optimized=compiled_model phases"
@@ -78,7 +80,7 @@ MOVED = _moves()
 """Present names of modules by their former ones."""
 
 
-class _Alias(Loader):
+class _Alias:
     """The module under its present name, which runs once."""
 
     def __init__(self, now: str) -> None:
@@ -92,14 +94,16 @@ class _Alias(Loader):
         module.__spec__ = self._spec  # the import has put the spec of the former name there
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
+    """Finder of former names. Importing its base class, of `importlib.abc`, would take as long as dgraph does."""
+
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name not in MOVED:
             return None
         tell_former(f"the module {name}", MOVED[name])
-        return ModuleSpec(name, _Alias(MOVED[name]))
+        return ModuleSpec(name, cast("Loader", _Alias(MOVED[name])))
 
 
 def names_of(package: str, module: str) -> Callable[[str], Any]:

@@ -22,6 +22,11 @@ def tell_former(former: str, now: str) -> None:
     warn(f"{former} is {now} since version 0.2; the former name goes with version 0.3.")
 
 
+def tell_going(thing: str, instead: str) -> None:
+    """Warn that something was used that has no present name; `instead` says what to write."""
+    warn(f"{thing} goes with version 0.3; {instead}.")
+
+
 def former_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a module that has some objects under former names, too.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dgraph.errors import warn
+from dgraph.errors.former import tell_going
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.costs import Cost
 from dgraph.recipes.options import Builder, RecipeOptions
@@ -17,7 +17,7 @@ def builders(**recipes: type[RecipeOptions]) -> Callable[[str], Builder]:
     def find(name: str) -> Builder:
         if name not in recipes:
             raise AttributeError(f"no attribute {name!r}")
-        warn(f"the builder function {name} goes with version 0.3; use dgraph.recipes.{recipes[name].__name__}.")
+        tell_going(f"the builder function {name}", f"use dgraph.recipes.{recipes[name].__name__}")
         return Builder(recipes[name])
 
     return find
@@ -25,13 +25,13 @@ def builders(**recipes: type[RecipeOptions]) -> Callable[[str], Builder]:
 
 def caching(builder: Callable[..., Recipe]) -> Callable[..., Recipe]:
     """Return the builder: every recipe has the option `kv_dtype`."""
-    warn("dgraph.recipes.caching goes with version 0.3; leave it out, every recipe has the option kv_dtype.")
+    tell_going("dgraph.recipes.caching", "leave it out, every recipe has the option kv_dtype")
     return builder
 
 
 def costing(*costs: Cost) -> Callable[[Callable[..., Recipe]], Callable[..., Recipe]]:
     """Declare the measured costs of a builder's defaults."""
-    warn("dgraph.recipes.costing goes with version 0.3; set RecipeOptions.costs.")
+    tell_going("dgraph.recipes.costing", "set RecipeOptions.costs")
 
     def declare(builder: Any) -> Callable[..., Recipe]:
         builder.costs = costs

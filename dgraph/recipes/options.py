@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, ClassVar
 
-from dgraph.errors import InputError, warn
+from dgraph.errors import InputError
+from dgraph.errors.former import tell_going
 from dgraph.plans.papers import Paper
 from dgraph.plans.regions import Extent
 from dgraph.recipes.base import Recipe
@@ -62,7 +63,7 @@ class RecipeOptions:
     def __post_init__(self) -> None:
         for each in fields(self):
             if _FORMER in each.metadata and getattr(self, each.name) is not None:
-                warn(f"recipe {self.name!r}: the option {each.name!r} goes with version 0.3; {each.metadata[_FORMER]}.")
+                tell_going(f"recipe {self.name!r}: the option {each.name!r}", each.metadata[_FORMER])
 
     def build(self, spec: ModelSpec) -> Recipe:
         """The recipe for a model, without the options of every recipe; each recipe implements it."""
