@@ -86,27 +86,6 @@ def test_links_become_places_of_the_site() -> None:
         repository.relink("[k](../no.md)", "guides/serve.md")
 
 
-def test_an_entry_of_several_names_is_that_of_each() -> None:
-    def documented() -> None:
-        """Do it.
-
-        Args:
-            heads, kv_heads: sizes, of
-                most layers.
-            scale: a factor: 1 for none.
-
-        Raises:
-            InputError: no.
-        """
-
-    entries = tool("prose").entries(documented)
-    assert entries == {
-        "heads": "sizes, of most layers.",
-        "kv_heads": "sizes, of most layers.",
-        "scale": "a factor: 1 for none.",
-    }
-
-
 def test_every_variable_of_the_environment_has_a_row() -> None:
     files = [
         file

@@ -17,6 +17,8 @@ from dgraph.recipes.base import Recipe
 from dgraph.recipes.costs import Cost, measured
 from dgraph.spec import ModelSpec
 
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$", flags=re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}([a-z_]\w*(?:, [a-z_]\w*)*): (.*(?:\n(?: {5,}.*)?)*)", flags=re.MULTILINE)
 _FORMER = "use"
 """Key of a field's metadata that says what to use in its place."""
 
@@ -135,7 +137,7 @@ class Builder:
         every = {f.name for f in fields(RecipeOptions)}
         docs: dict[str, str] = {}
         for kind in reversed(self.options.__mro__):
-            docs |= _documented(vars(kind).get("__doc__") or "")
+            docs |= documented(vars(kind).get("__doc__") or "")
         found = sorted(fields(self.options), key=lambda f: f.name in every)
         return tuple(
             Option(f.name, _default(f), str(f.type), docs.get(f.name, ""), _FORMER in f.metadata) for f in found
@@ -174,11 +176,14 @@ def _default(option: Field[Any]) -> Any:
     return option.default_factory() if option.default_factory is not MISSING else option.default
 
 
-def _documented(docstring: str) -> dict[str, str]:
-    """The entries of a docstring's attributes, or of a function's arguments, by name."""
-    _, _, section = re.sub(r"\nArgs:\n", "\nAttributes:\n", inspect.cleandoc(docstring)).partition("\nAttributes:\n")
-    entries = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n        .+)*)", section, flags=re.MULTILINE)
-    return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+def documented(docstring: str) -> dict[str, str]:
+    """Meanings of arguments and attributes by name, from a docstring's sections; a shared entry is that of each."""
+    pieces = _SECTION.split(inspect.cleandoc(docstring))
+    found: dict[str, str] = {}
+    for title, section in zip(pieces[1::2], pieces[2::2], strict=True):
+        for names, said in _ENTRY.findall(section) if title in ("Args", "Attributes") else ():
+            found |= dict.fromkeys(names.split(", "), " ".join(said.split()))
+    return found
 
 
 def types_of(builder: Builder | Callable[..., Recipe]) -> dict[str, Any]:

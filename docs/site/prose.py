@@ -10,17 +10,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$", flags=re.MULTILINE)
-ENTRY = re.compile(r"^ {4}([a-z_]\w*(?:, [a-z_]\w*)*): (.*(?:\n(?: {5,}.*)?)*)", flags=re.MULTILINE)
-
-
-def entries(documented: Any) -> dict[str, str]:
-    """Meanings of arguments or attributes by name, from the sections of a docstring; a shared entry is that of each."""
-    pieces = SECTION.split(inspect.getdoc(documented) or "")
-    found: dict[str, str] = {}
-    for title, text in zip(pieces[1::2], pieces[2::2], strict=True):
-        for names, said in ENTRY.findall(text) if title in ("Args", "Attributes") else ():
-            found |= dict.fromkeys(names.split(", "), " ".join(said.split()))
-    return found
 
 
 def first_paragraphs(documented: Any) -> str:

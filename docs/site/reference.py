@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from prose import entries, first_paragraphs, inline, literal, table
+from prose import first_paragraphs, inline, literal, table
 
 import dgraph
 from dgraph import passes as all_passes
@@ -26,6 +26,7 @@ from dgraph.ir.verifier import RULES
 from dgraph.ops import OPS, Op
 from dgraph.plans.papers import Paper
 from dgraph.recipes import RECIPES, costs_of
+from dgraph.recipes.options import documented
 from dgraph.runtime import policies
 from dgraph.serve.application import build
 from dgraph.serve.lifetime import Lifetime
@@ -187,7 +188,7 @@ def _dataclass(title: str, cls: Any) -> Iterator[str]:
     yield first_paragraphs(cls)
     defaults = {field.name: _default(field) for field in fields(cls) if field.init}
     if defaults:
-        yield _options(defaults, entries(cls))
+        yield _options(defaults, documented(inspect.getdoc(cls) or ""))
 
 
 def _default(field: Any) -> Any:

@@ -48,6 +48,7 @@ from dgraph.recipes import (
     costs_of,
     options_of,
 )
+from dgraph.recipes.options import documented
 from dgraph.runtime.policies import POLICIES
 from dgraph.spec import ModelSpec
 from tests.tiny import tiny_spec
@@ -118,6 +119,26 @@ def test_options_and_their_defaults() -> None:
             parts = [options_of(RECIPES[part]) for part in name.split("+")]
             assert options_of(builder).items() <= {**parts[0], **parts[1]}.items()
         assert [option.name for option in builder.accepted if not option.doc] == [], name
+
+
+def test_an_entry_of_several_names_is_that_of_each() -> None:
+    def several() -> None:
+        """Do it.
+
+        Args:
+            heads, kv_heads: sizes, of
+                most layers.
+            scale: a factor: 1 for none.
+
+        Raises:
+            InputError: no.
+        """
+
+    assert documented(several.__doc__ or "") == {
+        "heads": "sizes, of most layers.",
+        "kv_heads": "sizes, of most layers.",
+        "scale": "a factor: 1 for none.",
+    }
 
 
 def test_a_step_keeps_2048_rows_of_logits_unless_an_option_says_otherwise() -> None:
