@@ -91,6 +91,8 @@ def _step(spec: ModelSpec, ids: Tensor, changed: Tensor, number: int, rows: slic
     masked = ids == spec.mask_id if spec.noise != "uniform" else positions >= length - block
     candidate = masked.roll(-spec.logit_shift, 1)
     candidate[:, length - spec.logit_shift :] = False
+    predicted = positions + spec.logit_shift
+    in_block = (predicted >= length - block) & (predicted < length)
     width = len(range(length)[rows])
     pages = -(-length // PAGE)
     order = torch.randperm(SEQUENCES * pages, generator=torch.Generator().manual_seed(1)).int()
@@ -112,6 +114,7 @@ def _step(spec: ModelSpec, ids: Tensor, changed: Tensor, number: int, rows: slic
         "origin": torch.zeros(count, dtype=torch.int32),
         "masked": by_row(masked),
         "candidate": by_row(candidate),
+        "in_block": by_row(in_block),
         "encoded": by_row(positions < length - block),
         "changed": by_row(changed),
         "full": torch.full((count,), bool(changed.all())),
@@ -129,6 +132,7 @@ def _step(spec: ModelSpec, ids: Tensor, changed: Tensor, number: int, rows: slic
         "step": by_sequence(number),
         "block_step": by_sequence(number),
         "average": by_sequence(1.0, torch.float32),
+        "sequence_average": by_sequence(1.0, torch.float32),
         "page_table": order.view(SEQUENCES, pages),
         "window": torch.tensor([[length - block, length]] * SEQUENCES, dtype=torch.int32),
         "action": by_sequence(action),

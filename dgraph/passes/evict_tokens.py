@@ -23,7 +23,13 @@ from dgraph.types.shapes import InputSpec
 aten = torch.ops.aten
 
 MASKED = InputSpec("masked", torch.bool, ("N",))
-AVERAGE = InputSpec("average", torch.float32, ("b",))
+AVERAGES = {
+    "block": InputSpec("average", torch.float32, ("b",)),
+    "sequence": InputSpec("sequence_average", torch.float32, ("b",)),
+}
+"""The decoded tokens per step so far, by what they are averaged over."""
+MEMBERS = {"candidates": CANDIDATE, "block": InputSpec("in_block", torch.bool, ("N",))}
+"""Flags of the rows between which importance is measured."""
 REACHED = InputSpec("reached", torch.int32, ("b",), reset="block", initial=-1)
 """The rightmost position that was kept in the block so far."""
 BLOCK_STEP = InputSpec("block_step", torch.int32, ("b",))
@@ -32,6 +38,7 @@ SCRIPT = InputSpec("script", torch.float32, ("N",))
 
 SIGNALS = ("delta", "importance")
 SELECTIONS = ("top", "random", "bottom", "scripted")
+CHOICES = {"signal": SIGNALS, "select": SELECTIONS, "average_over": tuple(AVERAGES), "among": tuple(MEMBERS)}
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,8 @@ class EvictTokens(Pass):
     """Keep, after layer `after`, only the rows that are likely to be decoded in this step (FOCUS).
 
     A candidate is a row whose token the step may commit (the paper's masked tokens). Its importance (Eq. 2) is the
-    attention that it receives from the candidates of its sequence. It is computed from queries and keys after RoPE,
-    pooled over neighbours, and summed over heads, of all ranks. The signal is the change of importance from layer
+    attention that it receives from the candidates of its sequence, or from all rows of its block (see `among`). It is
+    computed from queries and keys after RoPE, pooled over neighbours, and summed over heads, of all ranks. The signal is the change of importance from layer
     `after - 1` to layer `after` (Eq. 3).
 
     Each sequence keeps max(K, N_sigma) candidates. K = ceil(alpha x decoded tokens per step so far) (Eq. 4). N_sigma is
@@ -48,9 +55,10 @@ class EvictTokens(Pass):
     of each kept row, and every row that holds a token. It also keeps every masked row between the rightmost row kept so
     far and the rightmost row kept now.
 
-    Two readings deviate from the paper. Eq. 2 sums over all rows of the block; here, as in the public kernels, it sums
-    over candidates. Eq. 17 to 19 and appendix E.3.1 keep the average of decoded tokens across blocks; here each block
-    begins it anew.
+    Two defaults deviate from the paper, as its public code does. Eq. 2 sums over all rows of the block; by default it
+    sums over candidates. `among="block"` sums over all rows of the block that the step forwards, since cached ones have
+    no query. Eq. 17 to 19 and appendix E.3.1 average decoded tokens over all steps of a sequence; by default each block
+    begins the average anew. `average_over="sequence"` keeps it.
 
     Keys and values of layer `after` are still written for all rows; from its attention on, all runs on the kept rows
     (row set K). As published, rows are evicted from the first step of a block on. Then a row right of all rows kept so
@@ -87,6 +95,9 @@ class EvictTokens(Pass):
         pool: width of the max-pooling over neighbouring candidates; odd.
         full_steps: steps at the beginning of a block that evict nothing; 0 as published. A script decides itself which
             rows the first steps keep.
+        average_over: the steps whose decoded tokens are averaged: those of the "block" that decoded some, or all of the
+            "sequence". A script gives the number itself.
+        among: rows whose queries and keys importance is measured between: "candidates", or all of the "block".
     """
 
     alpha: float = 1.5
@@ -96,12 +107,15 @@ class EvictTokens(Pass):
     keep: int = 0
     pool: int = 3
     full_steps: int = 0
+    average_over: str = "block"
+    among: str = "candidates"
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     papers: ClassVar[tuple[Paper, ...]] = (FOCUS.at("section 4 and appendix E"),)
     summary: ClassVar[str] = "evicts rows that will not be decoded, after layer `after` (FOCUS)"
     signature: ClassVar[frozenset[str]] = frozenset(
-        {"candidate", "masked", "average", "reached", "block_step", "noise", "script", "kept", "score"}
+        {"candidate", "masked", "reached", "block_step", "noise", "script", "kept", "score"}
+        | {spec.name for spec in (*AVERAGES.values(), *MEMBERS.values())}
     )
 
     def __post_init__(self) -> None:
@@ -113,7 +127,8 @@ class EvictTokens(Pass):
             raise InputError(
                 f"alpha must be at least 1 (the paper uses 1.2 to 1.8; inf evicts nothing), got {self.alpha}."
             )
-        for name, value, known in (("signal", self.signal, SIGNALS), ("select", self.select, SELECTIONS)):
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
             if value not in known:
                 raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
         lowest = 1 if self.signal == "delta" else 0
@@ -168,12 +183,14 @@ class EvictTokens(Pass):
         score = self._score(graph, anchor, write, by)
         cu_rows, limit = args_of(anchor)[4:6]
         candidate, positions = (graph.on_rows_of(name, anchor, by) for name in ("candidate", "positions"))
-        average, reached = graph.add_input(AVERAGE), graph.add_input(REACHED)
-        full_steps = 0 if self.select == "scripted" else self.full_steps
+        scripted = self.select == "scripted"
+        average = graph.add_input(AVERAGES["block" if scripted else self.average_over])
+        reached = graph.add_input(REACHED)
+        full_steps = 0 if scripted else self.full_steps
         if full_steps:
             full = graph.call(aten.lt.Scalar, (graph.add_input(BLOCK_STEP), full_steps), before=anchor, by=by)
             average = graph.call(aten.masked_fill.Scalar, (average, full, math.inf), before=anchor, by=by)
-        alpha = 1.0 if self.select == "scripted" else float(self.alpha)
+        alpha = 1.0 if scripted else float(self.alpha)
         args = [score, candidate, positions, cu_rows, limit, average, reached, alpha, self.keep]
         if graph.spec.logit_shift:  # else the candidates are the masked rows
             graph.add_input(MASKED)
@@ -221,6 +238,7 @@ class EvictTokens(Pass):
     def _importance(self, graph: Graph, read: Node, write: Node, by: str) -> Node:
         q, cu_rows, scale = args_of(read)[0], args_of(read)[4], args_of(read)[6]
         # A layer that evicts rows has keys of all of them, and queries of those that go on.
-        k, candidate = (graph.on_rows_of(value, read, by) for value in (args_of(write)[0], "candidate"))
-        args = q, k, candidate, cu_rows, scale, self.pool
+        flags = graph.add_input(MEMBERS[self.among])
+        k, member = (graph.on_rows_of(value, read, by) for value in (args_of(write)[0], flags))
+        args = q, k, member, cu_rows, scale, self.pool
         return graph.over_ranks(graph.call(OPS["importance"], args, before=read, by=by), by)

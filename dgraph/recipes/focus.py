@@ -56,10 +56,15 @@ class Focus(RecipeOptions):
 
     The first step of each block evicts nothing, and rows that are evicted later are seen with their last keys. This is
     published for bidirectional models, whose first step forwards the whole canvas (paper, appendix B). On block-causal
-    models the published FOCUS evicts in the first step, too: `full_steps=0`. There it does not know yet how many tokens
-    a step commits, and it hides all keys after the last kept row. Costs of both are in benchmarks/results/focus.md. If
-    rows predict the next position, the row before a mask stands for it (see `EvictTokens`). In a model that encodes a
-    denoised block, the forwards that encode evict nothing, and all others may.
+    models the published FOCUS evicts in the first step, too: `full_steps=0`. It hides all keys after the last kept row
+    then. Costs of both are in benchmarks/results/focus.md. If rows predict the next position, the row before a mask
+    stands for it (see `EvictTokens`). In a model that encodes a denoised block, the forwards that encode evict nothing,
+    and all others may.
+
+    Appendix E.3.1 sets a warm-up flag that triggers "full processing" of the next block. In the public code that flag
+    makes the first step of a block forward all of its rows, cached ones too. Eviction follows in that step. Every first
+    step here forwards all rows of its block, so the flag asks for nothing more, and `full_steps=0` is the published
+    system.
 
     Attributes:
         alpha: retention over the average number of decoded tokens per step, at least 1; the paper's default is 1.5.
@@ -67,6 +72,11 @@ class Focus(RecipeOptions):
             ablation=signal=importance+after=2. See `Ablation`.
         full_steps: steps at the beginning of a block that evict nothing, default 1; 0 on block-causal models alone, as
             published, and always on models that work in two modes.
+        average_over: steps whose decoded tokens are averaged. "sequence": all of its steps (paper, Eq. 17 to 19 and
+            E.3.1), the default if the first step evicts (`full_steps=0`). "block": those of the block that decoded some
+            (public code), the default otherwise.
+        among: rows whose queries and keys importance is measured between: "candidates" (public code), or all of the
+            "block" that the step forwards (paper, Eq. 2).
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         recommit: forward a finished block once more before it is committed (as the paper's quality figures do).
         count: place where the kept rows are counted. The "host" reads their number and runs a bucket of them. The
@@ -77,6 +87,8 @@ class Focus(RecipeOptions):
     alpha: float = 1.5
     ablation: Ablation = PUBLISHED
     full_steps: int | None = None
+    average_over: str | None = None
+    among: str = "candidates"
     block_cache: str = "dc+"
     recommit: bool = True
     count: str = "host"
@@ -112,13 +124,15 @@ class Focus(RecipeOptions):
             varied.keep,
             varied.signal_pool,
             full_steps if causal else 0,  # the plan of a bidirectional model says which steps are full
+            average_over=self.average_over or ("block" if full_steps else "sequence"),
+            among=self.among,
         )
         passes: tuple[Pass, ...] = (evict, *ending(spec))
         if self.count == "device":
             passes = (*(p for p in passes if p.name not in BOUNDED), CountRows(), FuseGLU(), BoundRows())
         phases = phases_of(spec, *passes, optional=ENDING)
         plan = None if causal else RowPlan(Block(), Counted(full_steps))
-        return Recipe(self.name, 3, phases, self.block_cache, self.recommit, plan)
+        return Recipe(self.name, 4, phases, self.block_cache, self.recommit, plan)
 
     def _full_steps(self, spec: ModelSpec) -> int:
         """Steps of a block that evict nothing."""

@@ -27,7 +27,7 @@ class Request:
         decoding: the settings.
         index: index of the prompt among all of a call; draws and scripts depend on it.
         shared: KV pages that its prompt begins with, which hold its keys already.
-        steps: steps that it has had before, if it was preempted and goes on.
+        steps, decoded: steps that it has had before, and tokens that they decoded, if it was preempted and goes on.
         canvas: fixed tokens of the response, None at positions to decode; all positions after it are decoded.
     """
 
@@ -36,6 +36,7 @@ class Request:
     index: int = 0
     shared: tuple[int, ...] = ()
     steps: int = 0
+    decoded: int = 0
     canvas: Canvas = ()
 
     @classmethod
@@ -52,7 +53,15 @@ class Request:
         done = len(tokens)
         new, least = self.decoding.max_new_tokens - done, max(0, self.decoding.min_tokens - done)
         decoding = replace(self.decoding, max_new_tokens=new, min_tokens=least)
-        return replace(self, ids=[*self.ids, *tokens], decoding=decoding, steps=steps, canvas=self.canvas[done:])
+        decoded = self.decoded + done - sum(token is not None for token in self.canvas[:done])
+        return replace(
+            self,
+            ids=[*self.ids, *tokens],
+            decoding=decoding,
+            steps=steps,
+            decoded=decoded,
+            canvas=self.canvas[done:],
+        )
 
     @property
     def known(self) -> list[int]:

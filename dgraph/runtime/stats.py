@@ -179,7 +179,7 @@ class StepRecord:
         score: f32[N], score by which the program selected rows; None without such an output.
         token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
         committed: bool[N], rows whose token was committed.
-        average: f32[b], tokens per step of the block before the step.
+        average, sequence_average: f32[b], tokens per step of the block and of the sequence before the step.
         states, states_after: states that passes carry from step to step, by name, as the program got and returned them.
     """
 
@@ -199,6 +199,7 @@ class StepRecord:
     confidence: Tensor
     committed: Tensor
     average: Tensor
+    sequence_average: Tensor
     states: dict[str, Tensor]
     states_after: dict[str, Tensor]
 
@@ -251,6 +252,7 @@ class StepRecord:
             confidence=copy(results.confidence[:n]),
             committed=copy(window[rows.sequence, rows.column]),
             average=copy(state.average),
+            sequence_average=copy(state.sequence_average),
             states={name: copy(value) for name, value in states.items()},
             states_after={name: copy(outputs.get(name, value)) for name, value in states.items()},
         )

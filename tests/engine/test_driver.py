@@ -484,6 +484,15 @@ def test_who_gives_way_says_the_same_later(kind: str) -> None:
     assert 0 <= rows - heard <= turns.core.totals.preempted * 2 * BLOCK
 
 
+@pytest.mark.parametrize("average", ["average", "sequence_average"])
+def test_who_gives_way_keeps_the_average_of_its_steps(average: str) -> None:
+    decoding = Decoding(max_new_tokens=24, threshold=0.5, ignore_eos=True)
+    asked = [Asked(PROMPTS[n], decoding, index=n) for n in range(4)]
+    limits = {"max_sequences": 4, "max_tokens": 40, "kv_bytes": 11 * PAGE_BYTES, "scheduler": "fcfs"}
+    turns = served("evict", asked, limits, average=average)
+    assert turns.core.totals.preempted > 0
+
+
 def test_who_gives_way_again_goes_on_at_the_same_block() -> None:
     """It begins with what it had when it first gave way, if it has not come to another block since."""
     asked = Asked(PROMPTS[3], Decoding(max_new_tokens=18, threshold=1.0, ignore_eos=True))

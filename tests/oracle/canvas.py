@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.oracle.focus import BlockCache, choose, mean_yield, stopped
+from tests.oracle.focus import BlockCache, choose, stopped
 from tests.oracle.qwen3 import Cache, Config, Hook, Weights, attention, gated, rms_norm, rope
 from tests.oracle.scoring import Eviction, EvictRows
 
@@ -263,7 +263,7 @@ def generate(
     size, end = block_length, len(prompt) + max_new_tokens
     canvas = [*prompt, *[mask_id] * max_new_tokens]
     trace = Trace(Cache(config, end, next(iter(weights.values()))), end)
-    start, finished = len(prompt), False
+    start, finished, every = len(prompt), False, list[int]()
     while start < end and not finished:
         stop = min(start + size, end)
         decoded: list[set[int]] = []
@@ -281,13 +281,15 @@ def generate(
             positions = sorted(range(end) if chosen is None else chosen)
             wanted = moment.predicting()
             masked = [p in wanted for p in positions]
-            average = mean_yield(yields)
+            average = (eviction or Eviction()).average(yields, every)
             hook = None
             if eviction is not None and chosen is not None:
                 # Every row has keys in every layer since the block's first step, so no placeholder lacks them.
                 limits = [end] * len(positions)
                 holds = [start <= p < stop and canvas[p] == mask_id for p in positions]
-                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, average, reached, holds)
+                inside = [start <= p + shift < stop for p in positions]
+                number = len(trace.steps)
+                hook = EvictRows(eviction, number, positions, masked, limits, average, reached, holds, inside)
             logits = forward(weights, config, [canvas[p] for p in positions], positions, end, trace.cache, hook)
             kept = positions if hook is None else [positions[i] for i in hook.kept]
             reached = max(reached, kept[-1])
@@ -309,6 +311,7 @@ def generate(
             for position, token in committed:
                 canvas[position] = token
             yields.append(len(committed))
+            every.append(len(committed))
             trace.steps.append(
                 Step(
                     full=chosen is None,

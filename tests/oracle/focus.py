@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tests.oracle.qwen3 import Cache, Config, Weights, project
 from tests.oracle.qwen3 import forward as qwen3_forward
-from tests.oracle.scoring import Eviction, EvictRows, Noise, Select, Signal
+from tests.oracle.scoring import Among, AverageOver, Eviction, EvictRows, Noise, Select, Signal
 
 BlockCache = Literal["off", "dc", "dc+"]
 
@@ -78,12 +78,6 @@ def ready_columns(block: Sequence[bool], rule: BlockCache) -> set[int]:
     return {i for i, decoded in enumerate(block) if decoded and (rule == "dc" or i == last or block[i + 1])}
 
 
-def mean_yield(yields: Sequence[int]) -> float:
-    """N_decoded: the mean commits per step of this block so far, in fp32; 1 before the first (4.1)."""
-    counted = [n for n in yields if n > 0]
-    return float(torch.tensor(sum(counted), dtype=torch.float32) / len(counted)) if counted else 1.0
-
-
 def stopped(canvas: Sequence[int], since: int, until: int, mask_id: int, eos_ids: Sequence[int]) -> bool:
     """A stop token was generated in [since, until), and no mask stands before it."""
     for token in canvas[since:until]:
@@ -114,6 +108,8 @@ def generate(
     keep: int = 0,
     pool: int = 3,
     full_steps: int = 1,
+    average_over: AverageOver | None = None,
+    among: Among = "candidates",
     noise: Noise | None = None,
     block_cache: BlockCache = "dc+",
     recommit: bool = True,
@@ -123,8 +119,9 @@ def generate(
 
     threshold: commit every row more confident than it, at least the best one; or steps: a fixed schedule:
     step i of a block commits block_length // steps rows, one more in the first block_length % steps, at
-    least one. alpha, keep: the budget of masked rows, from the average yield of the block's steps or (keep
-    > 0) fixed. after: the layer whose attention is the first on the kept rows. signal: its importance minus
+    least one. alpha, keep: the budget of masked rows, from the average yield of the steps of the block or of the
+    sequence (`average_over`; the latter by default if the first step evicts), or (keep > 0) fixed. among: see
+    `Eviction`. after: the layer whose attention is the first on the kept rows. signal: its importance minus
     that of the layer before it, or its importance alone. select: keep the rows with the highest scores, the
     lowest, or those with the highest `noise(step, positions)`; steps count from 0. full_steps: so many steps
     at the beginning of a block evict nothing, and what later steps evict is seen; 0: no row after the last kept one
@@ -141,7 +138,8 @@ def generate(
     if mask_id in prompt_ids:
         raise ValueError(f"the prompt contains the mask id {mask_id}")
 
-    eviction = Eviction(alpha, after, signal, select, keep, pool, noise, full_steps) if evict else None
+    over = average_over or ("block" if full_steps else "sequence")
+    eviction = Eviction(alpha, after, signal, select, keep, pool, noise, full_steps, among, over)
     size, prompt, end = block_length, len(prompt_ids), len(prompt_ids) + max_new_tokens
     canvas = list(prompt_ids)
     cache = Cache(config, -(-end // size) * size, next(iter(weights.values())))
@@ -151,6 +149,7 @@ def generate(
         span = range(start)
         forward(weights, config, canvas[:start], span, [(p // size + 1) * size for p in span], cache)
 
+    every: list[int] = []  # commits of each step of the sequence
     commit: set[int] = set()  # rows of the previous block that ride in the next step
     while start < end and max_new_tokens > 0:  # one block per turn
         stop = start + size
@@ -161,11 +160,13 @@ def generate(
             positions = sorted(commit | uncached)
             masked = [p >= start and canvas[p] == mask_id for p in positions]
             limits = [start if p < start else positions[-1] + 1 for p in positions]
-            average = mean_yield(yields)
+            average = eviction.average(yields, every)
             hook = None
-            if eviction is not None:
+            if evict:
                 budget = math.inf if len(yields) < full_steps else average
-                hook = EvictRows(eviction, len(trace.steps), positions, masked, limits, budget, reached)
+                inside = [p >= start for p in positions]
+                number = len(trace.steps)
+                hook = EvictRows(eviction, number, positions, masked, limits, budget, reached, inside=inside)
             h = forward(weights, config, [canvas[p] for p in positions], positions, limits, cache, hook)
             kept = hook.kept if hook is not None else list(range(len(positions)))
             reached = max(reached, positions[kept[-1]])
@@ -187,6 +188,7 @@ def generate(
                 canvas[position] = token
 
             yields.append(len(committed))
+            every.append(len(committed))
             uncached -= {start + i for i in ready_columns(before, block_cache)}
             commit = set()
             trace.committed_end = start

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tests.oracle.focus import BlockCache, choose, mean_yield, ready_columns, stopped
+from tests.oracle.focus import BlockCache, choose, ready_columns, stopped
 from tests.oracle.qwen3 import Cache, Config, Weights, project
 from tests.oracle.qwen3 import forward as qwen3_forward
 from tests.oracle.scoring import Eviction, EvictRows
@@ -64,6 +64,7 @@ def generate(
     end, canvas = len(prompt) + max_new_tokens, list(prompt)
     cache = Cache(config, end + 2 * block, next(iter(weights.values())))
     trace = Trace(cache)
+    every: list[int] = []  # tokens that each step decided
 
     def predicted(h: Tensor) -> list[tuple[int, float]]:
         logits = project(weights, h)
@@ -80,6 +81,7 @@ def generate(
         """One step that encodes these positions, and decides the next."""
         canvas.append(encode(begin, until))
         rows = list(range(begin, until))
+        every.append(1)
         trace.steps.append(Step(rows, rows, [until - 1], [(until - 1, canvas[-1])], []))
 
     start = len(prompt) if causal else len(prompt) // block * block
@@ -103,8 +105,9 @@ def generate(
             positions = sorted(uncached | wanted)
             predicts, holds = [p in wanted for p in positions], [canvas[p] == mask_id for p in positions]
             limits = [positions[-1] + 1] * len(positions)
-            average = mean_yield(yields)
-            hook = EvictRows(eviction, len(trace.steps), positions, predicts, limits, average, reached, holds)
+            average = eviction.average(yields, every)
+            inside = [start <= p + shift < stop for p in positions]
+            hook = EvictRows(eviction, len(trace.steps), positions, predicts, limits, average, reached, holds, inside)
             h = forward(weights, config, [canvas[p] for p in positions], positions, limits, cache, hook)
             kept = [positions[i] for i in hook.kept]
             reached = max(reached, kept[-1])
@@ -116,6 +119,7 @@ def generate(
             for position, token in committed:
                 canvas[position] = token
             yields.append(len(committed))
+            every.append(len(committed))
             uncached -= {start + i for i in ready_columns(before, block_cache)}
             pairs = [(position - shift, token) for position, token in committed]
             trace.steps.append(Step(positions, kept, sorted(wanted), pairs, hook.score))

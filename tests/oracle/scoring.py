@@ -1,8 +1,8 @@
 """FOCUS, sections 3 and 4.1-4.2: the importance of masked rows, the budget, and which rows go on.
 
 Plain loops over one sequence's rows. Where the paper is silent or differs from its public code, the rule is
-the code's: importance over masked rows only, cached placeholders known by reached, no limit on the
-constraints.
+the code's: importance over masked rows only unless asked otherwise, cached placeholders known by reached, no
+limit on the constraints.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torch import Tensor
 
 Signal = Literal["delta", "importance"]
 Select = Literal["top", "random", "bottom"]
+Among = Literal["candidates", "block"]
+AverageOver = Literal["block", "sequence"]
 Noise = Callable[[int, list[int]], Tensor]
 
 
-def importance(q: Tensor, k: Tensor, masked: Sequence[bool], pool: int = 3) -> Tensor:
-    """Eq. 2 over masked queries and keys: softmax over the pooled scores, summed over queries and heads.
+def importance(q: Tensor, k: Tensor, member: Sequence[bool], pool: int = 3) -> Tensor:
+    """Eq. 2 over some rows as queries and keys: softmax over the pooled scores, summed over queries and heads.
 
-    q [n, Hq, D] and k [n, Hkv, D] after RoPE -> fp32 [n], 0 on rows that are not masked. The max-pool (odd
-    width `pool`, stride 1, truncated at both ends) runs along the compacted list of masked keys, before the
-    softmax.
+    q [n, Hq, D] and k [n, Hkv, D] after RoPE -> fp32 [n], 0 on other rows. The max-pool (odd width `pool`,
+    stride 1, truncated at both ends) runs along the compacted list of these keys, before the softmax.
     """
-    rows = [i for i, m in enumerate(masked) if m]
-    result = torch.zeros(len(masked), dtype=torch.float32, device=q.device)
+    rows = [i for i, m in enumerate(member) if m]
+    result = torch.zeros(len(member), dtype=torch.float32, device=q.device)
     group, reach = q.shape[1] // k.shape[1], pool // 2
     for head in range(q.shape[1] if rows else 0):
         scores = (q[rows, head].float() @ k[rows, head // group].float().T) * q.shape[-1] ** -0.5
@@ -88,9 +89,17 @@ def history_budget(alpha: float, average: float, most: int) -> int:
     return int(torch.ceil(torch.tensor(alpha, dtype=torch.float32) * max(average, 1.0)))
 
 
+def mean_yield(yields: Sequence[int]) -> float:
+    """The mean commits of these steps, in fp32; 1 before the first (4.1)."""
+    return float(torch.tensor(sum(yields), dtype=torch.float32) / len(yields)) if yields else 1.0
+
+
 @dataclass(frozen=True)
 class Eviction:
-    """How FOCUS evicts: see `generate`."""
+    """How FOCUS evicts: see `generate`. among: queries and keys of Eq. 2, the rows that predict masks or the block's.
+
+    average_over: steps whose commits N_decoded averages, see `average`.
+    """
 
     alpha: float = 1.5
     after: int = 1
@@ -100,6 +109,16 @@ class Eviction:
     pool: int = 3
     noise: Noise | None = None
     full_steps: int = 0
+    among: Among = "candidates"
+    average_over: AverageOver = "block"
+
+    def average(self, block: Sequence[int], sequence: Sequence[int]) -> float:
+        """N_decoded from the commits of each step of the block, and of all steps of the sequence.
+
+        "sequence": all steps count, and blocks end nothing (Eq. 17 to 19, E.3.1). "block": the public code, in which
+        each block begins anew and a step that commits nothing does not count.
+        """
+        return mean_yield(sequence if self.average_over == "sequence" else [n for n in block if n > 0])
 
 
 @dataclass
@@ -114,6 +133,7 @@ class EvictRows:
     average: float
     reached: int
     holds: list[bool] | None = None  # see `select_rows`
+    inside: list[bool] | None = None  # rows that predict a position of the block; None: all
     first: Tensor | None = None
     score: list[float] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -121,18 +141,20 @@ class EvictRows:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
         e = self.eviction
+        inside = [True] * len(self.masked) if self.inside is None else self.inside
+        member = self.masked if e.among == "candidates" else inside
         if layer == e.after - 1 and e.signal == "delta":
-            self.first = importance(q, k, self.masked, e.pool)
+            self.first = importance(q, k, member, e.pool)
         if layer != e.after:
             return None
-        score = importance(q, k, self.masked, e.pool)
+        score = importance(q, k, member, e.pool)
         if self.first is not None:
             score = score - self.first
         if e.select == "bottom":
             score = -score
         elif e.noise is not None:
-            score = e.noise(self.number, self.positions).cpu() * torch.tensor(self.masked)
-        self.score = score.tolist()
+            score = e.noise(self.number, self.positions)
+        self.score = (score.cpu() * torch.tensor(self.masked)).tolist()
         self.kept = select_rows(
             self.score,
             self.masked,

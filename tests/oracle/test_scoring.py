@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracle.focus import choose, mean_yield, ready_columns, stopped
+from tests.oracle.focus import choose, ready_columns, stopped
 from tests.oracle.models import mask_id, random_weights, tiny_config
 from tests.oracle.qwen3 import Cache, forward
 from tests.oracle.scoring import Eviction, EvictRows, history_budget, importance, select_rows
@@ -107,9 +107,13 @@ def test_commit_rule_and_cache_rule() -> None:
 
 
 def test_the_average_ignores_steps_that_decode_nothing() -> None:
-    assert mean_yield([]) == 1.0
-    assert mean_yield([0, 0]) == 1.0
-    assert mean_yield([4, 0, 1]) == 2.5
+    block, sequence = Eviction(), Eviction(average_over="sequence")
+    assert block.average([], [3]) == 1.0
+    assert block.average([0, 0], [3, 0, 0]) == 1.0
+    assert block.average([4, 0, 1], [3, 4, 0, 1]) == 2.5
+    assert sequence.average([], []) == 1.0
+    assert sequence.average([], [3]) == 3.0
+    assert sequence.average([4, 0, 1], [3, 4, 0, 1]) == 2.0
 
 
 def test_a_stop_token_counts_once_no_mask_is_before_it() -> None:

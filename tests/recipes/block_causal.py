@@ -92,7 +92,7 @@ def steps_of(records: list[StepRecord], prompt: int) -> list[dict[str, Any]]:
                         strict=True,
                     )
                 ),
-                "average": float(record.average[at]),
+                "average": {"block": float(record.average[at]), "sequence": float(record.sequence_average[at])},
                 "reached": int(record.states_after["reached"][at]) if record.states else None,
                 "score": None if record.score is None else record.score[mine] * record.candidate[mine],
             }
@@ -138,6 +138,7 @@ def check(
     """Every step of a generation, and its caches to within `near`, are the oracle's."""
     prompts, records = prompts_for(block), []
     new = new_tokens(block)
+    over = expected.get("average_over") or ("block" if expected.get("full_steps", 1) else "sequence")
     result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **policy)
     compared = 0
     for i, prompt in enumerate(prompts):
@@ -151,7 +152,7 @@ def check(
             assert got["masked"] == want.masked
             assert got["kept"] == want.kept
             assert got["committed"] == want.committed
-            assert got["average"] == pytest.approx(want.average, rel=1e-6)
+            assert got["average"][over] == pytest.approx(want.average, rel=1e-6)
             if expected.get("evict", True):
                 assert got["reached"] == want.reached
                 torch.testing.assert_close(

@@ -34,16 +34,20 @@ FOCUS_CASES = {
     "importance": {"signal": "importance", "alpha": 1.8},
     "keep 4": {"keep": 4},
     "as published, keep 4": {"full_steps": 0, "keep": 4},
+    "as in the public code": {"full_steps": 0, "average_over": "block"},
+    "average over the sequence": {"average_over": "sequence", "alpha": 1.2},
+    "among the block": {"among": "block"},
+    "among the block, no full step": {"among": "block", "full_steps": 0, "alpha": 1.0},
 }
 
 
-@every_value(("block", [16, 32, 64]), ("case", ["defaults", "as published", "no recommit"]))
+@every_value(("block", [16, 32, 64]), ("case", ["defaults", "as published", "among the block"]))
 def test_focus_in_blocks_of(setups: dict[int, Setup], block: int, case: str) -> None:
     setup, options = setups[block], FOCUS_CASES[case]
     check(setup, block, optimized(setup, "focus", **focus_options(options)), {"threshold": 0.6}, options)
 
 
-@first_cases(9, "case", FOCUS_CASES)
+@first_cases(13, "case", FOCUS_CASES)
 def test_focus_options(setups: dict[int, Setup], case: str) -> None:
     options = FOCUS_CASES[case]
     check(setups[32], 32, optimized(setups[32], "focus", **focus_options(options)), {"threshold": 0.7}, options)

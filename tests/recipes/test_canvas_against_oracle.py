@@ -99,6 +99,8 @@ FOCUS: dict[str, dict[str, Any]] = {
     "importance": {"signal": "importance", "alpha": 1.8},
     "after layer 2": {"after": 2},
     "random": {"select": "random"},
+    "average over the sequence": {"average_over": "sequence"},
+    "among the block": {"among": "block"},
 }
 
 
@@ -132,6 +134,7 @@ def steps_of(records: list[StepRecord], prompt: int, shift: int) -> list[dict[st
                     zip((positions[chosen] + shift).tolist(), record.token[mine][chosen].tolist(), strict=True)
                 ),
                 "average": float(record.average[at]),
+                "sequence_average": float(record.sequence_average[at]),
                 "reached": int(record.states_after["reached"][at]) if record.states else None,
                 "score": None if record.score is None else record.score[mine] * record.candidate[mine],
             }
@@ -197,6 +200,8 @@ def check(
     wanted = traces(setup, prompts, block, method, eviction, **theirs, **words)
     assert result.kv is not None
     for i, trace in enumerate(wanted):
+        which = eviction(i)
+        whole = which is not None and which.average_over == "sequence"
         assert result.token_ids[i] == trace.tokens
         steps = steps_of(records, i, setup.shift)
         assert len(steps) == len(trace.steps) == result.stats.sequence_steps[i]
@@ -207,7 +212,8 @@ def check(
             assert got["kept"] == want.kept
             assert got["committed"] == want.committed
             if got["score"] is not None:
-                assert got["average"] == (math.inf if want.full else pytest.approx(want.average, rel=1e-6))
+                average = got["sequence_average" if whole else "average"]
+                assert average == (math.inf if want.full else pytest.approx(want.average, rel=1e-6))
                 assert got["reached"] == want.reached
             if want.score:
                 torch.testing.assert_close(got["score"], torch.tensor(want.score), rtol=1e-3, atol=1e-3)

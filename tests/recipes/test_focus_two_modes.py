@@ -45,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "importance of layer 0": {"signal": "importance", "after": 0},
     "after layer 2": {"after": 2},
     "keep 3": {"keep": 3},
+    "average over the block": {"average_over": "block"},
+    "among the block": {"among": "block"},
     "bottom": {"select": "bottom", "keep": 2},
 }
 
@@ -74,7 +76,7 @@ def trace_of(setup: Setup, prompt: tuple[int, ...], block: int, threshold: float
         threshold=threshold,
         shift=spec.logit_shift,
         causal=spec.encoding == "causal",
-        eviction=Eviction(**options),
+        eviction=Eviction(**{"average_over": "sequence"} | options),
         block_cache=block_cache,
     )
 

@@ -80,9 +80,12 @@ def test_focus_is_dense_with_an_eviction() -> None:
 def test_options_reach_their_pass() -> None:
     of_pass = {"after": 2, "signal": "importance", "select": "bottom", "keep": 4}
     ablation = Ablation(**of_pass, signal_pool=5)
-    focus = recipe("focus", alpha=2.0, ablation=ablation, full_steps=0, max_num_logits=7)
+    focus = recipe("focus", alpha=2.0, ablation=ablation, full_steps=0, among="block", max_num_logits=7)
     evict, head = focus.phase("step").passes[-2:]
-    assert evict == EvictTokens(alpha=2.0, **of_pass, pool=5)
+    assert evict == EvictTokens(alpha=2.0, **of_pass, pool=5, average_over="sequence", among="block")
+    for options, over in (({}, "block"), ({"average_over": "sequence"}, "sequence"), ({"full_steps": 2}, "block")):
+        assert recipe("focus", **options).phase("step").passes[-2].average_over == over
+    assert recipe("focus", full_steps=0, average_over="block").phase("step").passes[-2].average_over == "block"
     assert head == ChunkLMHead(7)
     counted = recipe("focus", count="device").phase("step")
     assert counted.passes == (*recipe("focus").phase("step").passes, CountRows(), FuseGLU(), BoundRows())
@@ -105,6 +108,8 @@ def test_options_and_their_defaults() -> None:
         "alpha": 1.5,
         "ablation": Ablation(),
         "full_steps": None,
+        "average_over": None,
+        "among": "candidates",
         "block_cache": "dc+",
         "recommit": True,
         "count": "host",

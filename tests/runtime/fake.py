@@ -102,15 +102,17 @@ class FakeProgram:
 
     kind: "prefill", "step", "evict" (drops masked rows before layer 1 writes its keys, as FOCUS drops them
     before layer 2; stages "prefix" and "suffix"), "logits" (ends in logits), or "sample" (draws from the
-    row's seed).
+    row's seed). average: the input that its budgets read.
     """
 
-    def __init__(self, kind: str, noise: bool = False, dtype: torch.dtype = torch.float32):
-        self.kind, self.noise = kind, noise
+    def __init__(
+        self, kind: str, noise: bool = False, dtype: torch.dtype = torch.float32, average: str = "average"
+    ) -> None:
+        self.kind, self.noise, self.average = kind, noise, average
         self.calls: list[dict[str, Tensor]] = []
         self.stage_names = ("prefix", "suffix") if kind == "evict" else (kind,)
         names = ["input_ids", "positions", "limit", "cu_rows", "candidate", "temperature", "seed", "page_table"]
-        specs = [*map(offered, [*names, "average", *["noise"] * noise]), *caches((1, 2), (3, 2), dtype=dtype)]
+        specs = [*map(offered, [*names, average, *["noise"] * noise]), *caches((1, 2), (3, 2), dtype=dtype)]
         if kind == "evict":
             specs.append(REACHED)
         self.inputs = {spec.name: spec for spec in specs}
@@ -138,6 +140,7 @@ class FakeProgram:
         cu_rows, limit = inputs["cu_rows"], inputs["limit"]
         if ids.device.type == "cpu":
             check_inputs(inputs, rows)
+            assert inputs[self.average].dtype == torch.float32
         index = torch.arange(rows, device=ids.device)
         sequence = torch.searchsorted(cu_rows[1:].contiguous(), index.int(), right=True)
         write(inputs, 0, sequence, positions, first_key(ids, positions))
@@ -146,7 +149,7 @@ class FakeProgram:
         kept = index
         if self.kind == "evict":
             score = inputs["noise"] if self.noise else importance(seen, positions).float()
-            survived, limit, reached = evict(inputs, sequence, score)
+            survived, limit, reached = evict(inputs, sequence, score, inputs[self.average])
             kept = survived.nonzero()[:, 0]
             outputs = {"score": torch.where(masked, score, 0.0), "reached": reached}
         second = second_key(seen, ids, positions)
@@ -180,8 +183,7 @@ def check_inputs(inputs: Mapping[str, Tensor], rows: int) -> None:
         assert inputs[name].shape == (rows,), name
     for name in ("limit", "cu_rows", "page_table"):
         assert inputs[name].dtype == torch.int32, name
-    for name in ("temperature", "average"):
-        assert inputs[name].dtype == torch.float32, name
+    assert inputs["temperature"].dtype == torch.float32
     assert inputs["input_ids"].dtype == inputs["positions"].dtype == inputs["seed"].dtype == torch.int64
     assert inputs["candidate"].dtype == torch.bool
     bounds = inputs["cu_rows"].tolist()
@@ -213,11 +215,13 @@ def read(inputs: Mapping[str, Tensor], layer: int, sequence: Tensor, limit: Tens
     return sums[sequence, limit.long()]
 
 
-def evict(inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def evict(
+    inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor, averages: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """FOCUS's budget and placeholder rule, without its other rules: (kept, limit, reached)."""
     masked, positions = inputs["candidate"], inputs["positions"]
     kept, limit, reached = ~masked, inputs["limit"].clone(), inputs["reached"].clone()
-    for s, average in enumerate(inputs["average"].tolist()):
+    for s, average in enumerate(averages.tolist()):
         rows = (sequence == s).nonzero()[:, 0]
         if not len(rows):
             continue
@@ -237,7 +241,8 @@ def evict(inputs: Mapping[str, Tensor], sequence: Tensor, score: Tensor) -> tupl
 def make_session(block: int, kind: str = "step", **options) -> BlockSession:
     spec = fake_spec(block, **options.pop("spec", {}))
     noise, dtype = options.pop("noise", False), options.pop("dtype", torch.float32)
-    programs = {"prefill": FakeProgram("prefill", dtype=dtype), "step": FakeProgram(kind, noise, dtype)}
+    average = options.pop("average", "average")
+    programs = {"prefill": FakeProgram("prefill", dtype=dtype), "step": FakeProgram(kind, noise, dtype, average)}
     return BlockSession(spec, programs, **options)
 
 

@@ -98,6 +98,7 @@ def transition_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
         state = BidirectionalState.begin(StateInit(canvas, *which, **facts, plan=plan, shift=1))
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
     offers = ["input_ids", "positions", "limit", "masked", "candidate", "cu_rows", "average", "block_end", "step"]
+    offers += ["in_block", "sequence_average"]
     offers += [*["full", "changed"] * (plan is not None), *["script"] * rule.pop("scripted", False), "temperature"]
     offers += [*["noise"] * bool(rule.get("select_noise")), *["window", "action"] * (kind == "kept")]
     defaults["inputs"] = (*map(offered, offers), REACHED)

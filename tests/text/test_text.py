@@ -75,9 +75,11 @@ def test_other_families_as_captured(name: str) -> None:
     check_golden(f"{name.lower()}_captured.txt", dump(native(name)))
 
 
-def test_phases(dense: dict[str, Graph], focus: dict[str, Graph]) -> None:
+def test_phases(captured: Graph, dense: dict[str, Graph], focus: dict[str, Graph]) -> None:
+    as_in_the_paper = phases(captured, "focus", full_steps=0, among="block")["step"]
     check_golden("qwen3_dense_step.txt", dump(dense["step"]))
     check_golden("qwen3_focus_step.txt", dump(focus["step"]))
+    check_golden("qwen3_focus_step_as_in_the_paper.txt", dump(as_in_the_paper))
     check_golden("qwen3_prefill.txt", dump(focus["prefill"]))
     assert dump(dense["prefill"]) == dump(focus["prefill"])
 

@@ -118,6 +118,10 @@ class DummyStep:
         return torch.full((self.sequences,), value)
 
     @property
+    def _average(self) -> Tensor:
+        return self._per_sequence(torch.inf if self.keeps else 1.0)
+
+    @property
     def _action(self) -> Tensor:
         return self._per_sequence(SELECT if self.width == self.length else REUSE)
 
@@ -129,7 +133,8 @@ _VALUES: dict[str, Callable[[DummyStep], Tensor]] = {
     "limit": lambda step: torch.full((step.rows,), step.length),
     "cu_rows": lambda step: (torch.arange(step.sequences + 1) * step.width).clamp(max=step.rows),
     "page_table": lambda step: torch.arange(step.pages).expand(step.sequences, -1),
-    "average": lambda step: step._per_sequence(torch.inf if step.keeps else 1.0),
+    "average": lambda step: step._average,
+    "sequence_average": lambda step: step._average,
     "prompt_end": lambda step: step._per_sequence(step.length - step.width),
     "block_start": lambda step: step._per_sequence(step.length - step.width),
     "block_end": lambda step: step._per_sequence(step.length),

@@ -90,6 +90,11 @@ def _script(at: StepContext) -> Tensor:
     return torch.zeros(len(at.rows.masked), device=at.rows.masked.device)
 
 
+def _in_block(at: StepContext) -> Tensor:
+    column, block = at.rows.column, at.state.block
+    return (column >= block) & (column < 2 * block) & at.rows.live
+
+
 def _adapt(at: StepContext) -> Tensor:
     # If a prompt is recomputed, the response's other rows keep their entries (MaskKV A.9, algorithm 5).
     return _given(at.state.action)[at.rows.sequence] == REUSE
@@ -113,6 +118,8 @@ STEP_INPUTS: dict[str, StepInput] = {
     "limit": StepInput(torch.int32, "row", lambda at: at.rows.limit),
     "masked": StepInput(torch.bool, "row", lambda at: at.rows.masked),
     "candidate": StepInput(torch.bool, "row", lambda at: at.rows.candidate),
+    # The row predicts a position of the current block.
+    "in_block": StepInput(torch.bool, "row", _in_block),
     "cu_rows": StepInput(torch.int32, "offsets", lambda at: at.rows.cu_rows),
     # The row's prediction is a draft, which a later step verifies.
     "drafted": StepInput(torch.bool, "row", _drafted),
@@ -132,7 +139,8 @@ STEP_INPUTS: dict[str, StepInput] = {
     ),
     "script": StepInput(torch.float32, "row", _script),
     # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive),
-    # steps of the sequence and of its current block before this one, and tokens per step in the block so far.
+    # steps of the sequence and of its current block before this one, and tokens per step so far: in the block, and in
+    # the sequence.
     "prompt_end": StepInput(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda config: True),
     "response_end": StepInput(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda config: True),
     "block_start": StepInput(torch.int32, "sequence", lambda at: at.state.start.int()),
@@ -140,6 +148,7 @@ STEP_INPUTS: dict[str, StepInput] = {
     "step": StepInput(torch.int32, "sequence", lambda at: at.state.counter.int()),
     "block_step": StepInput(torch.int32, "sequence", lambda at: at.state.forwards.int()),
     "average": StepInput(torch.float32, "sequence", _average),
+    "sequence_average": StepInput(torch.float32, "sequence", lambda at: at.state.sequence_average),
     # Keys: the cache's pages; positions that are always seen, and the action on the others
     # (`dgraph.ops.attention.sparse`).
     "page_table": StepInput(torch.int32, "sequence", None),

@@ -51,12 +51,13 @@ class DecodeState(ABC):
     """State of b sequences. Attributes that the transitions replace:
 
     start i64[b]: position of the current block; decoded, steps i64[b]: tokens of this block, and its steps that decoded
-    some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; kept_rows i64[b]: its rows that
-    reached the last layers, all steps; commit_rows i64[b]: its rows forwarded for their keys alone (to commit a block,
-    or to renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no
-    mask left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; granted bool[b]: takes part in the
-    next step (see `grant`); shown i64[b, B]: tokens of the block that the last step was about, -1 where there is a
-    mask; shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
+    some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; earlier i64[b]: tokens that the
+    request had decoded before it was preempted, in steps that `counter` counts; kept_rows i64[b]: its rows that reached
+    the last layers, all steps; commit_rows i64[b]: its rows forwarded for their keys alone (to commit a block, or to
+    renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask
+    left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; granted bool[b]: takes part in the next
+    step (see `grant`); shown i64[b, B]: tokens of the block that the last step was about, -1 where there is a mask;
+    shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
     where there is a mask; shown_kept bool[b, B]: False where the last step evicted the row that predicts the position;
     shown_start i64[b]: where that block begins; carried: by name, tensors that the policy carries from step to step
     (see `carry`); canvas i64[b, T]: prompts, fixed tokens and decoded tokens, mask tokens elsewhere.
@@ -75,6 +76,7 @@ class DecodeState(ABC):
     decoded: Tensor
     steps: Tensor
     counter: Tensor
+    earlier: Tensor
     total: Tensor
     commit_rows: Tensor
     kept_rows: Tensor
@@ -200,17 +202,35 @@ class DecodeState(ABC):
 
     @property
     def average(self) -> Tensor:
-        """f32[b]: tokens per step in this block; 1.0 before its first step (FOCUS, N_decoded).
+        """f32[b]: tokens per step of this block, over its steps that decoded some (FOCUS in its public code).
 
-        inf before the first step of a block with a given token after a mask, which thus evicts nothing: the rows of
-        such tokens stay, and see all before them, so the keys of all of these must have been written.
+        1.0 before the first; inf where `keeps_all`.
         """
+        return self._mean(self.decoded, self.steps)
+
+    @property
+    def sequence_average(self) -> Tensor:
+        """f32[b]: tokens per step of the sequence, over all of its steps (FOCUS, N_decoded, Eq. 17 to 19).
+
+        1.0 before the first; inf where `keeps_all`.
+        """
+        return self._mean(self.earlier + self.total, self.counter)
+
+    def _mean(self, tokens: Tensor, steps: Tensor) -> Tensor:
         # In float64, which compiled code divides in as the op does. It rounds to the same number: both are small ints.
-        mean = self.decoded.double() / self.steps.clamp(min=1)
+        mean = torch.where(steps > 0, (tokens.double() / steps.clamp(min=1)).float(), 1.0)
+        return torch.where(self.keeps_all, math.inf, mean)
+
+    @property
+    def keeps_all(self) -> Tensor:
+        """bool[b]: the next step may evict nothing.
+
+        It is the first of a block with a given token after a mask. The rows of such tokens stay, and see all before
+        them, so the keys of all of these must have been written.
+        """
         masked = self.block_masked
         scattered = (~masked & (masked.cumsum(dim=1) > 0)).any(dim=1)
-        first = torch.where(scattered & (self.forwards == 0), math.inf, 1.0)
-        return torch.where(self.steps > 0, mean.float(), first)
+        return scattered & (self.forwards == 0)
 
     @property
     def window(self) -> Tensor | None:

@@ -6,7 +6,6 @@ that a step does not forward are seen as they were last written to the KV cache.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -101,9 +100,9 @@ class BidirectionalState(DecodeState):
         return self.canvas.gather(1, self.columns)
 
     @property
-    def average(self) -> Tensor:
-        """f32[b]: as in `DecodeState`; inf before a full step, which may evict nothing: others read its keys."""
-        return torch.where(self.full, math.inf, super().average)
+    def keeps_all(self) -> Tensor:
+        """bool[b]: as in `DecodeState`, or a full step, whose keys others read."""
+        return super().keeps_all | self.full
 
     @property
     def window(self) -> Tensor | None:

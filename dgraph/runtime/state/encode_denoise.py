@@ -18,7 +18,6 @@ keys only, and predict the next token from these.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -106,9 +105,9 @@ class EncodeDenoiseState(PrefillMixinState):
         return autoregressive is False or drafts is True  # a token at a time, unless a draft is encoded
 
     @property
-    def average(self) -> Tensor:
-        """f32[b]: as in `DecodeState`; inf before a block is encoded, of which every row is needed."""
-        return torch.where(self.encodes, math.inf, super().average)
+    def keeps_all(self) -> Tensor:
+        """bool[b]: as in `DecodeState`, or the step encodes a block, of which every row is needed."""
+        return super().keeps_all | self.encodes
 
     @property
     def window(self) -> Tensor | None:

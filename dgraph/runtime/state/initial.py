@@ -97,6 +97,7 @@ def write_request_settings(state: DecodeState, mixture: PolicyMix, requests: Seq
     keys = [sequence_keys(r.decoding.seed, torch.tensor([r.index]))[:, 0] for r in requests]
     state.keys = torch.stack(keys).to(device)
     state.counter = torch.tensor([request.steps for request in requests], device=device)
+    state.earlier = torch.tensor([request.decoded for request in requests], device=device)
     state.kind = torch.tensor([kind for kind, _ in given], device=device)
     heat = [float(r.decoding.sampling.temperature) for r in requests]
     state.temperature = torch.tensor(heat, dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
 """dgraph::importance on CUDA.
 
-Three kernels: the list of candidates of each sequence; per sequence and KV head, the attention that each
-candidate receives from the query heads of that KV head, in registers; and the sum over KV heads, in order.
+Three kernels: the list of members of each sequence; per sequence and KV head, the attention that each
+member receives from the query heads of that KV head, in registers; and the sum over KV heads, in order.
 A window of the pool is a maximum over products with the list of keys, each shifted by one place more. So
 the columns of a tile exchange nothing.
 """
@@ -22,7 +22,7 @@ CHUNK = 128
 
 
 def kernel(
-    q: Tensor, k: Tensor, candidate: Tensor, cu_rows: Tensor, scale: float, pool: int, block: int | None = None
+    q: Tensor, k: Tensor, member: Tensor, cu_rows: Tensor, scale: float, pool: int, block: int | None = None
 ) -> Tensor:
     """dgraph::importance; see its contract.
 
@@ -36,7 +36,7 @@ def kernel(
     out = torch.empty(n, dtype=torch.float32, device=q.device)
     if not n:
         return out
-    q, k, candidate = dense_rows(q), dense_rows(k), candidate.contiguous()
+    q, k, member = dense_rows(q), dense_rows(k), member.contiguous()
     group = heads // kv_heads
     if block is None:
         block = power_of_two(-(-n // max(b, 1)), 16, 64 if q.element_size() <= 2 else 32)
@@ -45,25 +45,25 @@ def kernel(
     counts = torch.empty(b, dtype=torch.int32, device=q.device)
     part = torch.empty((kv_heads, n), dtype=torch.float32, device=q.device)
     if b:
-        _list_candidates[(b,)](candidate, cu_rows, rows, counts, CHUNK, num_warps=4)
+        _list_members[(b,)](member, cu_rows, rows, counts, CHUNK, num_warps=4)
         _receive[(b, kv_heads)](
             q, k, cu_rows, rows, counts, part, n, q.stride(0), k.stride(0), scale,
             group, d, power_of_two(d, 16), pool // 2, stacked // group, stacked, block,
             "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
         )  # fmt: skip
-    _add_heads[(triton.cdiv(n, CHUNK),)](part, candidate, cu_rows, out, n, b, kv_heads, CHUNK, num_warps=4)
+    _add_heads[(triton.cdiv(n, CHUNK),)](part, member, cu_rows, out, n, b, kv_heads, CHUNK, num_warps=4)
     return out
 
 
 @triton.jit
-def _list_candidates(candidate_ptr, cu_ptr, rows_ptr, counts_ptr, CHUNK: tl.constexpr):
-    """rows[cu[s] : cu[s] + counts[s]] = the candidates of sequence s, ascending."""
+def _list_members(member_ptr, cu_ptr, rows_ptr, counts_ptr, CHUNK: tl.constexpr):
+    """rows[cu[s] : cu[s] + counts[s]] = the members of sequence s, ascending."""
     s = tl.program_id(0)
     start, end = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
     count = 0
     for first in range(start, end, CHUNK):
         row = first + tl.arange(0, CHUNK)
-        flag = tl.load(candidate_ptr + row, mask=row < end, other=0) != 0
+        flag = tl.load(member_ptr + row, mask=row < end, other=0) != 0
         ones = flag.to(tl.int32)
         tl.store(rows_ptr + start + count + tl.cumsum(ones, 0) - 1, row, mask=flag)
         count += tl.sum(ones)
@@ -111,7 +111,7 @@ def _receive(
     GROUP: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, QUERIES: tl.constexpr,
     STACKED: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """part[head, row] = softmax of the pooled scores, summed over the queries of candidates and the head's group."""
+    """part[head, row] = softmax of the pooled scores, summed over the queries of members and the head's group."""
     s, head = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts_ptr + s)
     rows_ptr += tl.load(cu_ptr + s)
@@ -154,11 +154,11 @@ def _receive(
 
 
 @triton.jit
-def _add_heads(part_ptr, candidate_ptr, cu_ptr, out_ptr, n, b, heads, CHUNK: tl.constexpr):
-    """out = part summed over heads in order; 0 in rows that are no candidates and in padding rows."""
+def _add_heads(part_ptr, member_ptr, cu_ptr, out_ptr, n, b, heads, CHUNK: tl.constexpr):
+    """out = part summed over heads in order; 0 in rows that are no members and in padding rows."""
     row = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     live = tl.load(cu_ptr + b)
-    flag = (tl.load(candidate_ptr + row, mask=row < n, other=0) != 0) & (row < live)
+    flag = (tl.load(member_ptr + row, mask=row < n, other=0) != 0) & (row < live)
     mass = tl.zeros([CHUNK], tl.float32)
     for head in range(heads):
         mass += tl.load(part_ptr + head * n + row, mask=flag, other=0.0)
