@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dgraph.cli import options as given
-from dgraph.cli.output import ERR, check_file, complain, print_json, print_table, print_text, status
+from dgraph.cli.output import ERR, check_file, complain, print_json, print_table, print_text, status, write_file
 from dgraph.errors import InputError, UnknownName
 from dgraph.settings import named
 
@@ -107,6 +107,14 @@ def evaluate(
             "has them, into NAME-salient beside it."
         ),
     ] = None,
+    distributions: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write into this JSON file, and draw beside it if matplotlib is there: tokens of each step, "
+            "importance and its rise, cosine of contexts by layer. They are of the responses that this run decodes.",
+            show_default=False,
+        ),
+    ] = None,
     judge: Annotated[
         str | None,
         typer.Option(
@@ -149,7 +157,7 @@ def evaluate(
     for name, value in (("--count", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens)):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
-    for name, path in (("--out", out), ("--plot", plot)):
+    for name, path in (("--out", out), ("--plot", plot), ("--distributions", distributions)):
         if path is not None:
             check_file(name, path)
     questions = _questions(model, data, task or [], count, seed)
@@ -172,6 +180,8 @@ def evaluate(
             facts=given.facts(fact),
             judge=judge,
         )
+    if distributions is not None:
+        evaluation.distributions = {}
     try:
         with _progress() as tell:
             evaluation.run(tell)
@@ -183,6 +193,20 @@ def evaluate(
         title = f"{evaluation.model.name}: {len(questions)} prompts"
         written.plot(evaluation, plot, title)
         written.plot_salience(evaluation, written.salience_path(plot), title)
+    if distributions is not None:
+        _write_distributions(evaluation, distributions, questions)
+
+
+def _write_distributions(evaluation: Evaluation, path: Path, questions: Sequence[Question]) -> None:
+    import json
+
+    from dgraph.evaluate import distribution_report as report
+    from dgraph.evaluate.distributions import merged
+
+    found = evaluation.distributions or {}
+    write_file("--distributions", path, json.dumps(merged(found), indent=1) + "\n")
+    if report.can_plot(drawn := path.with_suffix(".png")):
+        report.plot(found, drawn, f"{evaluation.model.name}: {len(questions)} prompts")
 
 
 def _choices(
@@ -391,6 +415,7 @@ def _judge(name: str, device: Any) -> Judge:
 
 def _show(evaluation: Evaluation, json: bool) -> None:
     import dgraph.evaluate.report as written
+    from dgraph.evaluate.distribution_report import tables as distribution_tables
 
     if json:
         facts = {"model": evaluation.model.name, "weights": evaluation.keys.weights, **evaluation.keys.setting}
@@ -404,7 +429,7 @@ def _show(evaluation: Evaluation, json: bool) -> None:
             }
         print_json({**facts, **evaluation.to_json()})
     else:
-        for i, (titles, rows) in enumerate(written.tables(evaluation)):
+        for i, (titles, rows) in enumerate([*written.tables(evaluation), *distribution_tables(evaluation.distributions or {})]):
             if i:
                 print_text("")
             print_table(titles, rows)

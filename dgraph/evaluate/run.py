@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from dgraph.api import CompiledModel, optimize
 from dgraph.errors import DgraphError, InputError, warn
 from dgraph.evaluate.arms import Arm
+from dgraph.evaluate.distributions import Distributions, merged
 from dgraph.evaluate.judge import Judge, Judged
 from dgraph.evaluate.paired import Paired
 from dgraph.evaluate.questions import Question
@@ -59,6 +61,7 @@ class Evaluation:
         judge: model that judges the responses when all are decoded; None for no judgements.
         failed: reasons why arms could not be run to the end, by label.
         stored: loaders of the same model with stored weights, by the name that arms give as their weights.
+        distributions: those of the responses that this run decodes, by the label of their arm; None to watch nothing.
     """
 
     model: Model
@@ -75,6 +78,7 @@ class Evaluation:
     judge: Judge | None = None
     failed: dict[str, str] = field(default_factory=dict)
     stored: Mapping[str, Callable[[], Model]] = field(default_factory=dict)
+    distributions: dict[str, Distributions] | None = None
 
     def check(self) -> None:
         """Refuse settings and prompts that cannot be decoded, before anything is compiled.
@@ -195,7 +199,8 @@ class Evaluation:
                     },
                 }
             )
-        return {"arms": arms, "comparisons": self.comparisons, "failed": dict(self.failed)}
+        found = {"arms": arms, "comparisons": self.comparisons, "failed": dict(self.failed)}
+        return found if self.distributions is None else found | {"distributions": merged(self.distributions)}
 
     @property
     def comparisons(self) -> int:
@@ -234,11 +239,14 @@ class Evaluation:
         def count(progress: Progress) -> None:
             say(f"{progress.decoded} tokens", progress.finished)
 
-        result = program.generate(
-            [q.prompt for q in batch],
-            Decoding(max_new_tokens=self.max_new_tokens, policy=arm.policy, block_length=self.block_length),
-            progress=count,
-        )
+        watched = self._watched(program, arm)
+        with nullcontext() if watched is None else watched.watching(program.programs["step"]):
+            result = program.generate(
+                [q.prompt for q in batch],
+                Decoding(max_new_tokens=self.max_new_tokens, policy=arm.policy, block_length=self.block_length),
+                progress=count,
+                observer=None if watched is None else watched.observe,
+            )
         assert result.texts is not None
         stats = result.stats
         counts = zip(stats.sequence_steps, stats.sequence_decoded, stats.sequence_rows, strict=True)
@@ -247,6 +255,15 @@ class Evaluation:
             seen = (arm.label, question.task, question.prompt, question.right(text), text, ids)
             found.append(Result(self.keys.of(arm, question.prompt), *seen, *numbers, stats.total / len(batch)))
         return found, Counted.of([result.key for result in found], _counting_layers(program), stats)
+
+
+    def _watched(self, program: CompiledModel, arm: Arm) -> Distributions | None:
+        """The distributions to which an arm's steps are added; None if they are not asked for."""
+        if self.distributions is None:
+            return None
+        spec = program.spec
+        fresh = Distributions(spec.layers, self.block_length or spec.block_length, spec.eos_ids)
+        return self.distributions.setdefault(arm.label, fresh)
 
 
 def _counting_layers(program: CompiledModel) -> Iterator[int]:
