@@ -42,6 +42,7 @@ def importance_table(found: Found) -> Table:
         (label, str(layer), *(number(x) for x in (*whole, *masked[1:])))
         for label, one in _probed(found)
         for layer, (whole, masked) in enumerate(zip(one.means(one.block), one.means(one.candidates), strict=True))
+        if any(x is not None for x in whole)
     ]
     block, masks = (tuple(f"{kind}, {among}" for kind in KINDS) for among in ("block", "masks"))
     return ("importance (1: equal share)", "layer", *block, *masks[1:]), rows

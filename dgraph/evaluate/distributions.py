@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ SIGMAS = tuple(n / 4 for n in range(-16, 17))
 """Edges of the bins of the importance delta, in standard deviations of its step; two more bins lie beyond them."""
 COSINES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 """Edges of the bins of a cosine."""
+ATTENTIONS = ("paged_attention", "packed_attention")
+"""Ops of attention that are watched; the first reads its keys from a cache that a call before it has written."""
 POOL = 3
 """Width of the max-pooling of scores (FOCUS, appendix F.1)."""
 
@@ -45,9 +48,9 @@ class LayerCalls:
 class Distributions:
     """Counts over all steps of the prompts that were watched.
 
-    Tokens per step are counted for any program. The others are counted for steps in which every layer attends from all
-    rows, by paged attention. A program that drops rows, or reads packed keys, has no such steps, nor has one on a GPU in
-    which attention is fused with other calls. Rows whose prediction is a stop token are left out of importance and
+    Tokens per step are counted for any program. The others are counted in the first layers, up to one that attends from
+    some rows of the step only (after an eviction, or the last layer if only masked rows go on), or over chosen keys.
+    A program on a GPU may fuse attention with other calls, and has no such layer then. Rows whose prediction is a stop token are left out of importance and
     delta, since their number is a matter of padding.
 
     Attributes:
@@ -57,7 +60,7 @@ class Distributions:
         committed: number of steps of a sequence by the tokens that they decoded; steps without a mask are left out.
         block, candidates: f64[layers, 3], sums of importance by `KINDS`, in shares of an equal one: measured between
             all rows of the block, and between the rows that predict masks.
-        rows: i64[3], rows of each kind.
+        rows: i64[layers, 3], rows of each kind.
         delta: i64[3, bins], rows by kind and by the delta of importance from layer 0 to layer 1, between `SIGMAS`.
         moments: f64[3, 3], number, sum and sum of squares of the delta by kind, in shares of an equal importance.
         sigma: sum of the standard deviations of steps, and number of the latter.
@@ -84,7 +87,7 @@ class Distributions:
     def __post_init__(self) -> None:
         kinds, layers = len(KINDS), self.layers
         self.block, self.candidates = (torch.zeros(layers, kinds, dtype=torch.float64) for _ in range(2))
-        self.rows = torch.zeros(kinds, dtype=torch.int64)
+        self.rows = torch.zeros(layers, kinds, dtype=torch.int64)
         self.delta = torch.zeros(kinds, len(SIGMAS) + 1, dtype=torch.int64)
         self.moments = torch.zeros(kinds, 3, dtype=torch.float64)
         self.cosines = torch.zeros(layers, len(COSINES) + 1, dtype=torch.int64)
@@ -100,10 +103,13 @@ class Distributions:
     def _see(self, op: Op, args: Sequence[Any], result: Any) -> None:
         if op.name == "kv_write":
             self._written = args[0].detach().clone()
-        elif op.name == "paged_attention" and self._written is not None:
-            live = int(args[4][-1])
-            q, k, context = (value[:live].detach().clone() for value in (args[0], self._written, result))
-            self._calls.append(LayerCalls(q, k, context, float(args[6])))
+        elif op.name in ATTENTIONS:
+            given = dict(zip(op.arguments, args, strict=False))
+            keys = given.get("k", self._written)
+            if keys is not None:
+                live = int(given["cu_rows"][-1])
+                q, k, context = (value[:live].detach().clone() for value in (given["q"], keys, result))
+                self._calls.append(LayerCalls(q, k, context, float(given["scale"])))
 
     def observe(self, record: StepRecord) -> None:
         """Count one step, after the calls of its program."""
@@ -113,11 +119,9 @@ class Distributions:
             mine = record.sequence == prompt
             self.committed[int((record.committed & mine).sum())] += 1
         rows = len(record.positions)
-        if len(calls) != self.layers or any(len(call.q) != rows or len(call.k) != rows for call in calls):
-            self._before = None
-            return
-        self._count_cosines(record, calls)
-        self._count_importance(record, calls)
+        whole = list(takewhile(lambda call: len(call.q) == len(call.k) == rows, calls))
+        self._count_cosines(record, whole)
+        self._count_importance(record, whole)
 
     def _count_cosines(self, record: StepRecord, calls: Sequence[LayerCalls]) -> None:
         place = (record.sequence << 32) + record.positions
@@ -128,7 +132,7 @@ class Distributions:
             here = (ordered[at] == place).nonzero()[:, 0]
             there = order[at[here]]
             edges = torch.tensor(COSINES, dtype=torch.float64)
-            for layer, (call, old) in enumerate(zip(calls, self._before[1], strict=True)):
+            for layer, (call, old) in enumerate(zip(calls, self._before[1], strict=False)):
                 new, before = (x.flatten(1).double() for x in (call.context[here], old[there]))
                 cosine = torch.nn.functional.cosine_similarity(new, before, dim=1).cpu()
                 bins = torch.bucketize(cosine, edges, right=True)
@@ -142,10 +146,10 @@ class Distributions:
         kind = torch.where(~record.candidate, 0, torch.where(record.committed, 1, 2))
         counted = inside & (told | ~record.candidate) & self._of_masked_blocks(record)
         one_hot = torch.nn.functional.one_hot(kind[counted], len(KINDS))
-        self.rows += one_hot.sum(dim=0)
         deltas: list[Tensor] = []
         for layer, call in enumerate(calls):
             heads = call.q.shape[1]
+            self.rows[layer] += one_hot.sum(dim=0)
             for sums, member in ((self.block, inside), (self.candidates, record.candidate)):
                 score = importance(call, member, record.sequence).double().cpu() / heads
                 sums[layer] += one_hot.double().T @ score[counted]
@@ -185,13 +189,13 @@ class Distributions:
 
     @property
     def probed(self) -> bool:
-        """True if there were steps in which every layer attends from all rows."""
+        """True if there were layers that attend from all rows of a step."""
         return bool(self.rows.sum())
 
     def means(self, sums: Tensor) -> list[list[float | None]]:
         """Mean importance by layer and kind, from `block` or `candidates`; None for a kind without rows."""
-        counts = self.rows.tolist()
-        return [[s / n if n else None for s, n in zip(row, counts, strict=True)] for row in sums.tolist()]
+        pairs = zip(sums.tolist(), self.rows.tolist(), strict=True)
+        return [[s / n if n else None for s, n in zip(row, counts, strict=True)] for row, counts in pairs]
 
     def signal(self) -> tuple[float, float, float] | None:
         """gamma, P_err and its bound as in FOCUS, appendix D; None without decodable and other rows.
