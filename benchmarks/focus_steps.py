@@ -38,7 +38,10 @@ from dgraph.runtime.stats import StepRecord
 from dgraph.settings import named
 
 CAUSES = ("budget", "signal", "out of sight", "stale keys", "not forwarded")
-ARMS = ("dense", "dense:block_cache=dc+", "focus:full_steps=0", "focus:full_steps=0,alpha=4", "focus:full_steps=1")
+ARMS = (
+    *("dense", "dense:block_cache=dc+", "focus:full_steps=0", "focus:full_steps=0,average_over=block"),
+    *("focus:full_steps=0,average_over=block,alpha=4", "focus:full_steps=1"),
+)
 KINDS = ("hard", "text")
 
 

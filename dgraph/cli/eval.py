@@ -429,7 +429,8 @@ def _show(evaluation: Evaluation, json: bool) -> None:
             }
         print_json({**facts, **evaluation.to_json()})
     else:
-        for i, (titles, rows) in enumerate([*written.tables(evaluation), *distribution_tables(evaluation.distributions or {})]):
+        watched = distribution_tables(evaluation.distributions or {})
+        for i, (titles, rows) in enumerate([*written.tables(evaluation), *watched]):
             if i:
                 print_text("")
             print_table(titles, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,11 @@ def delta_table(found: Found) -> Table:
         for kind, counts in zip(KINDS[1:], one.delta[1:].tolist(), strict=True):
             if total := sum(counts):
                 places = [0, *(SIGMAS.index(edge) + 1 for edge in SHOWN_SIGMAS), len(counts)]
-                shares = [sum(counts[a:b]) / total for a, b in zip(places, places[1:], strict=False)]
+                shares = [sum(counts[a:b]) / total for a, b in itertools.pairwise(places)]
                 signal = (gamma, missed, bound) if kind == "decodable" else ("",) * 3
                 rows.append((label, kind, str(total), *map(_percent, shares), *signal))
     edges = [f"{edge:+g}" for edge in SHOWN_SIGMAS]
-    bins = (f"< {edges[0]}", *(f"{a} to {b}" for a, b in zip(edges, edges[1:], strict=False)), f"> {edges[-1]}")
+    bins = (f"< {edges[0]}", *(f"{a} to {b}" for a, b in itertools.pairwise(edges)), f"> {edges[-1]}")
     return ("delta in sigma, % of rows", "kind", "rows", *bins, "gamma", "P_err", "bound D.1"), rows
 
 

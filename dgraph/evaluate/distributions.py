@@ -1,8 +1,8 @@
 """Distributions of a decode: tokens per step, importance by layer, its rise, and how far contexts move.
 
-They are the figures by which papers motivate their methods: decoded tokens per step (FOCUS, Figures 2 and 9 to 11),
-importance of tokens by layer and kind (Figure 3), the importance delta (Figure 14), and the cosine of attention contexts
-between adjacent steps (DyLLM, Figure 2).
+They are the figures by which papers motivate their methods. FOCUS (DLLMs Know How to Tame Their Compute Bound) has
+decoded tokens per step in Figures 2 and 9 to 11, importance by layer in Figure 3, and its delta in Figure 14. DyLLM has
+the cosine of attention contexts between adjacent steps in Figure 2.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ class Distributions:
     """Counts over all steps of the prompts that were watched.
 
     Tokens per step are counted for any program. The others are counted in the first layers, up to one that attends from
-    some rows of the step only (after an eviction, or the last layer if only masked rows go on), or over chosen keys.
-    A program on a GPU may fuse attention with other calls, and has no such layer then. Rows whose prediction is a stop token are left out of importance and
-    delta, since their number is a matter of padding.
+    some rows of the step only, or over chosen keys. That is a layer after an eviction, or the last one if only masked
+    rows go on. A program on a GPU may fuse attention with other calls, and has no such layer then.
+
+    Rows whose prediction is a stop token are left out of importance and delta. Their number is a matter of padding.
 
     Attributes:
         layers: layers of the model.
         width: columns of a block.
         eos_ids: stop tokens of the model.
         committed: number of steps of a sequence by the tokens that they decoded; steps without a mask are left out.
-        block, candidates: f64[layers, 3], sums of importance by `KINDS`, in shares of an equal one: measured between
-            all rows of the block, and between the rows that predict masks.
+        block, candidates: f64[layers, 3], sums of importance by `KINDS`, in shares of an equal one. It is measured
+            between all rows of the block, and between the rows that predict masks.
         rows: i64[layers, 3], rows of each kind.
         delta: i64[3, bins], rows by kind and by the delta of importance from layer 0 to layer 1, between `SIGMAS`.
         moments: f64[3, 3], number, sum and sum of squares of the delta by kind, in shares of an equal importance.

@@ -256,7 +256,6 @@ class Evaluation:
             found.append(Result(self.keys.of(arm, question.prompt), *seen, *numbers, stats.total / len(batch)))
         return found, Counted.of([result.key for result in found], _counting_layers(program), stats)
 
-
     def _watched(self, program: CompiledModel, arm: Arm) -> Distributions | None:
         """The distributions to which an arm's steps are added; None if they are not asked for."""
         if self.distributions is None:

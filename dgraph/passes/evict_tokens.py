@@ -47,8 +47,8 @@ class EvictTokens(Pass):
 
     A candidate is a row whose token the step may commit (the paper's masked tokens). Its importance (Eq. 2) is the
     attention that it receives from the candidates of its sequence, or from all rows of its block (see `among`). It is
-    computed from queries and keys after RoPE, pooled over neighbours, and summed over heads, of all ranks. The signal is the change of importance from layer
-    `after - 1` to layer `after` (Eq. 3).
+    computed from queries and keys after RoPE, pooled over neighbours, and summed over heads, of all ranks. The signal
+    is the change of importance from layer `after - 1` to layer `after` (Eq. 3).
 
     Each sequence keeps max(K, N_sigma) candidates. K = ceil(alpha x decoded tokens per step so far) (Eq. 4). N_sigma is
     the number of rows whose signal is at least one standard deviation above the mean. It also keeps the candidate left

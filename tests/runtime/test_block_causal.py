@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,9 +11,13 @@ from dgraph.plans.regions import Block
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
 from dgraph.runtime import ConfidenceThreshold
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import PolicyMix
+from dgraph.runtime.requests import Request
 from dgraph.runtime.sampling.random_numbers import row_seeds, sequence_keys, uniform
 from dgraph.runtime.state.base import OUT
 from dgraph.runtime.state.block_causal import BlockCausalState
+from dgraph.runtime.state.initial import write_request_settings
 from dgraph.runtime.state.packed_rows import RowResults, prefill_rows, row_results
 from dgraph.runtime.state.state_init import StateInit
 from tests.runtime.fake import summary
@@ -116,7 +121,33 @@ def test_a_token_is_forwarded_once_more_before_it_is_cached() -> None:
     assert pending(state) == [2, 3]
     assert state.steps.tolist() == [2]  # a step that decodes nothing is not counted
     assert state.average.tolist() == [1.0]
+    assert state.sequence_average.tolist() == [pytest.approx(2 / 3)], "there it is"
     assert state.broken.tolist() == [True]
+
+
+def test_the_average_of_a_sequence_goes_on_in_the_next_block() -> None:
+    state = begin([[1], [2]], 11)
+    assert state.sequence_average.tolist() == [1.0, 1.0]
+    step(state, {(0, 1): 20, (0, 2): 21, (1, 1): 9})
+    step(state, {(0, 3): 22, (1, 3): 9})
+    assert state.start.tolist() == [4, 0]
+    assert state.average.tolist() == [1.0, 1.0]
+    assert state.sequence_average.tolist() == [1.5, 1.0]
+    step(state, {(0, 4): 20, (0, 5): 21, (0, 6): 22, (0, 7): 23, (1, 2): 9})
+    assert state.average.tolist() == [1.0, 1.0]
+    assert state.sequence_average.tolist() == [pytest.approx(7 / 3), 1.0]
+
+
+def test_a_request_that_was_preempted_goes_on_with_its_average() -> None:
+    request = Request([1], Decoding(max_new_tokens=11), canvas=(None, 7)).after([5, 7, 6], 4)
+    again = request.after([9, 9, 9, 9], 6)
+    assert (request.steps, request.decoded, again.steps, again.decoded) == (4, 2, 6, 6)
+    assert (again.ids, again.decoding.max_new_tokens, again.canvas) == ([1, 5, 7, 6, 9, 9, 9, 9], 4, ())
+    state = begin([again.ids], 4)
+    write_request_settings(state, PolicyMix.of([again.decoding.rule]), [again])
+    assert state.sequence_average.tolist() == [1.0]
+    step(state, {(0, 8): 1, (0, 9): 1})
+    assert state.sequence_average.tolist() == [pytest.approx(8 / 7)]
 
 
 def test_a_cached_tail_is_out_of_sight() -> None:

@@ -138,9 +138,9 @@ STEP_INPUTS: dict[str, StepInput] = {
         torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda config: not config.select_noise
     ),
     "script": StepInput(torch.float32, "row", _script),
-    # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive),
-    # steps of the sequence and of its current block before this one, and tokens per step so far: in the block, and in
-    # the sequence.
+    # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive).
+    # Steps of the sequence and of its current block before this one. Tokens per step so far, in the block and in the
+    # sequence.
     "prompt_end": StepInput(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda config: True),
     "response_end": StepInput(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda config: True),
     "block_start": StepInput(torch.int32, "sequence", lambda at: at.state.start.int()),

@@ -94,7 +94,10 @@ class StateInit:
         b, device = len(start), start.device
         taking_part = b if self.sequences is None else self.sequences
         active = (last >= 0) & (torch.arange(b, device=device) < taking_part)
-        counts = ("decoded", "steps", "counter", "earlier", "total", "kept_rows", "commit_rows", "forwards", "passes", "kind")
+        counts = (
+            *("decoded", "steps", "counter", "earlier", "total", "kept_rows", "commit_rows"),
+            *("forwards", "passes", "kind"),
+        )
         return {
             "canvas": self.canvas,
             "prompt": self.prompt,
