@@ -1,8 +1,8 @@
 """Distributions of a decode: tokens per step, importance by layer, its rise, and how far contexts move.
 
-They are the figures by which papers motivate their methods. FOCUS (DLLMs Know How to Tame Their Compute Bound) has
-decoded tokens per step in Figures 2 and 9 to 11, importance by layer in Figure 3, and its delta in Figure 14. DyLLM has
-the cosine of attention contexts between adjacent steps in Figure 2.
+They are the figures by which papers motivate their methods. FOCUS (arXiv 2601.23278) has tokens per step in Figures 2
+and 9 to 11, and importance by layer in Figure 3. Figure 14 is of its delta. DyLLM (arXiv 2603.08026) has the cosine of
+attention contexts between adjacent steps in Figure 2.
 """
 
 from __future__ import annotations

@@ -76,6 +76,21 @@ def test_an_evaluation_prints_tables_and_resumes(run: Run, folder: Path, data: P
     assert focus["agreement"]["prompts"] == 8
 
 
+def test_distributions_are_printed_written_and_drawn(run: Run, folder: Path, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command = ("eval", folder, "--data", data, "--count", 2, *SMALL, "-r", "dense", "--against", "none")
+    result = run(*command, "--distributions", "found.json")
+    assert result.exit_code == 0, result.stderr
+    (steps,) = (part for part in result.stdout.split("\n\n") if part.startswith("tokens of a step"))
+    assert "dense; threshold=0.9" in steps
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["found.json", "found.png"]
+    (found,) = json.loads((tmp_path / "found.json").read_text()).values()
+    assert sum(found["tokens per step"].values()) > 0
+    assert len(found["importance"]["block"]) == len(found["cosine"]["means"])
+    told = json.loads(run(*command, "--distributions", "found.json", "--json").stdout)
+    assert told["distributions"] == {"dense; threshold=0.9": found}
+
+
 def test_salient_rows_are_printed_kept_and_drawn(
     run: Run, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
