@@ -70,13 +70,16 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("ragged, an empty sequence", (5, 0, 17, 1), 0.5, 4, 4, 8, 3),
         ("all members, wide pool", (6, 3), 1.1, 3, 1, 10, 5),
         ("no members", (4, 2), -1.0, 2, 2, 8, 3),
+        ("blocks beside rows of a commit", (64, 20), 1.3, 4, 2, 16, 3),
         ("no pool", (9,), 0.6, 4, 2, 8, 1),
         ("no rows", (0, 0), 0.5, 2, 1, 8, 3),
     ):
         n = sum(counts)
         q, k = (torch.randn(n, h, d, generator=generator) for h in (hq, hkv))
-        member = torch.rand(n, generator=generator) < share
         cu_rows = cu_rows_of(counts)
+        member = torch.rand(n, generator=generator) < share
+        if share > 1.2:  # rows of a block, after as many that commit the one before it
+            member &= torch.cat([torch.arange(c) >= c // 2 for c in counts])
         yield Sample(
             name,
             (q, k, member, cu_rows, d**-0.5, pool),
