@@ -150,8 +150,8 @@ class Op:
         return [value for name, value in zip(self.arguments, args, strict=False) if name in wanted]
 
     def written(self, args: Sequence[Any]) -> list[Any]:
-        """Arguments of a call that the op writes, in order."""
-        return self.values(self.mutates, args)
+        """Arguments of a call that the op writes, in order; those that are None are left out."""
+        return [value for value in self.values(self.mutates, args) if value is not None]
 
     def read(self, args: Sequence[Any]) -> list[Any]:
         """Arguments of a call that the op reads as they are at the time of the call, in order."""

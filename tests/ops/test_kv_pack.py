@@ -11,6 +11,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
 from dgraph.ops.draws import cu_rows_of
+from dgraph.ops.kv import kv_pack
 from tests.ops.triton.interpreter import Interpreter
 
 D = 4
@@ -301,6 +302,38 @@ def test_positions_need_not_be_kept(runner: Interpreter | None) -> None:
     assert torch.equal(args[7], want)
     assert torch.equal(args[8], -want)
     assert args[9].tolist() == [[3] * 3, [0] * 3]
+
+
+@BOTH
+def test_keys_that_stay_where_they_are_are_chosen_as_if_packed(runner: Interpreter | None) -> None:
+    """Counts and positions are the same; without anything to renew, REPACK changes nothing."""
+    actions, counts, windows = (SELECT, REPACK, DENSE, SELECT), (11, 7, 6, 14), ((4, 8), (2, 5), (2, 5), (0, 4))
+    for heads in ("uniform", "mass", "adaptive"):
+        settings = (0.4, 0, heads, 0.1, 3, "max", 1)
+        call = kv_pack.draw(torch.Generator().manual_seed(3), actions, counts, windows, settings)
+        before, wanted = call[9].clone(), call[10].clone()
+        torch.ops.dgraph.kv_pack(*call)
+        for s in (0, 3):
+            entries = slice(int(call[11][1, s]), int(call[11][1, s] + call[9][s].sum()))
+            before[s], wanted[entries] = call[9][s], call[10][entries]
+        args = kv_pack.in_pages(kv_pack.draw(torch.Generator().manual_seed(3), actions, counts, windows, settings))
+        if runner is None:
+            torch.ops.dgraph.kv_pack(*args)
+        else:
+            _, args = runner("kv_pack", args)
+        assert torch.equal(args[9], before)
+        assert torch.equal(args[10], wanted)
+
+
+@BOTH
+def test_packed_caches_need_something_to_pack(runner: Interpreter | None) -> None:
+    settings = (0.5, 0, "uniform", 0.0, 1, "max", 0)
+    call = list(kv_pack.draw(torch.Generator().manual_seed(3), (SELECT,), (9,), ((4, 8),), settings))
+    run = torch.ops.dgraph.kv_pack if runner is None else lambda *args: runner("kv_pack", args)
+    for absent in ((1, 2), (7,), (1, 2, 8)):
+        wrong = [None if i in absent else value for i, value in enumerate(call)]
+        with pytest.raises(InputError, match="give all four, or neither of the packed caches"):
+            run(*wrong)
 
 
 @pytest.mark.parametrize(("tile", "n"), [(16, 100), (64, 300)], ids=["16", "64"])

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from dgraph.errors import InputError
 from dgraph.ops import OPS
 from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.ops.attention.sparse_draws import draw
+from dgraph.ops.attention.sparse_draws import draw, in_pages
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 
 NAMES = OPS["sparse_attention"].arguments[:19]  # without scales
@@ -77,6 +77,13 @@ def test_every_row_and_head_against_the_list_of_its_keys(seed: int) -> None:
             want = softmax_over(call["q"][i, h], pairs_of(call, s, i, h // group), call["scale"])
             assert_close(got[i, h].double(), want, rtol=1e-5, atol=1e-5)
     assert not got[starts[-1] :].any()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_entries_in_pages_give_what_they_give_packed(seed: int) -> None:
+    """The same bits: wherever a vector lies, it is summed in the same order."""
+    call = random_call(seed)
+    assert_close(op(*in_pages(torch.Generator().manual_seed(seed), tuple(call.values()))), op(**call), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
@@ -169,4 +176,12 @@ def test_errors_say_what_is_wrong() -> None:
         op(**(call | {"page_table": call["page_table"][:, :4]}))
     with pytest.raises(InputError, match="page_table entry is negative"):
         op(**(call | {"page_table": call["page_table"] * 0 - 1}))
+    for wrong in ({"pack_index": torch.zeros(8).int()}, {"v_pack": None}, {"k_pack": None, "v_pack": None}):
+        with pytest.raises(InputError, match="are either packed, k_pack and v_pack, or positions in the cache"):
+            op(**(call | wrong))
+    paged = list(in_pages(torch.Generator(), args))
+    with pytest.raises(InputError, match=r"keep 8 entries from \d+ on, but the packed caches have 7"):
+        op(*paged[:-1], paged[-1][:7])
+    with pytest.raises(InputError, match=f"sees position {1 << 30} in the cache, but the page table holds"):
+        op(*paged[:-1], torch.full_like(paged[-1], 1 << 30))
     op(**(call | {"q": pad_rows(call["q"], 2), "limit": pad_rows(call["limit"], 2)}))

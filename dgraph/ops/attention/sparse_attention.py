@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.ops.attention.sparse_draws import draw, in_float8
+from dgraph.ops.attention.sparse_draws import draw, in_float8, in_pages
 from dgraph.ops.kv.scales import unscaled
 from dgraph.ops.padded import attend, check_heads, groups, mask_of, padded_length, take
 from dgraph.ops.registry import Sample, define, numeric
@@ -21,15 +21,16 @@ Attention of packed rows; what a row sees depends on the action of its sequence 
 DENSE, SELECT: row i sees the key rows j of its sequence with key_positions[j] < limit[i].
 REUSE, REPACK: row i sees the entries that its KV head keeps, whatever its limit, and the positions p of the cache
 with window[s, 0] <= p < min(window[s, 1], limit[i]); p lives at cache[page_table[s, p // page], p % page].
-KV head h of sequence s keeps the pack_count[s, h] entries of k_pack and v_pack from
-pack_start[layer, s] + sum(pack_count[s, :h]) on.
+KV head h of sequence s keeps the pack_count[s, h] entries from pack_start[layer, s] + sum(pack_count[s, :h]) on.
+Entry e is the key k_pack[e] with the value v_pack[e]; or, where these are None, what the cache holds for the head
+at position pack_index[e] of the sequence, in the window or not.
 q [N, Hq, D]; k, v [M, Hkv, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P];
-k_pack, v_pack [entries, D]; pack_count i32[b, Hkv]; pack_start i32[L, b]; key_positions i64[M], ascending in a
-sequence; cu_rows i32[b+1], of the N rows; cu_keys i32[b+1], of the M key rows; limit i32[N]; window i32[b, 2];
-action i32[b] -> [N, Hq, D] in the dtype of q.
+k_pack, v_pack [entries, D], or None with pack_index i32[entries]; pack_count i32[b, Hkv]; pack_start i32[L, b];
+key_positions i64[M], ascending in a sequence; cu_rows i32[b+1], of the N rows; cu_keys i32[b+1], of the M key rows;
+limit i32[N]; window i32[b, 2]; action i32[b] -> [N, Hq, D] in the dtype of q.
 Query head h reads KV head h // (Hq / Hkv). Scores q.k * scale and sums in fp32 at least.
 What is in float8_e4m3fn has scales, one for each vector: the caches k_cache_scale and v_cache_scale
-f32[pages, page, Hkv], by head (dgraph.ops.kv.scales), the packed caches k_pack_scale and v_pack_scale f32[entries],
+f32[pages, page, Hkv], by head (dgraph.ops.kv.scales), and what is packed k_pack_scale and v_pack_scale f32[entries],
 all of these or none; k and v, only with them, k_scale and v_scale f32[M, Hkv], contiguous. A vector stands for its
 scale times what is stored, which is multiplied in fp32 into score and weight.
 dense=False: no sequence is DENSE or SELECT; k, v and key_positions are not read, and may have no rows.
@@ -45,8 +46,8 @@ def reference(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
-    k_pack: Tensor,
-    v_pack: Tensor,
+    k_pack: Tensor | None,
+    v_pack: Tensor | None,
     pack_count: Tensor,
     pack_start: Tensor,
     key_positions: Tensor,
@@ -64,8 +65,10 @@ def reference(
     v_pack_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    pack_index: Tensor | None = None,
 ) -> Tensor:
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
+    entries = entries_of(k_pack, v_pack, pack_index)
     out = q.new_zeros(q.shape)
     fresh = ((action == DENSE) | (action == SELECT)).tolist()
     if any(fresh):
@@ -89,11 +92,17 @@ def reference(
         low, high = ends[s]
         positions = torch.arange(low, max(low, min(high, int(limit[rows].max()))), device=q.device)
         first = int(pack_start[layer, s])
-        index, seen = _kept(len(k_pack), pack_count[s], first)
+        index, seen = _kept(entries, pack_count[s], first)
         inside = _slots(positions, page_table[s], k_cache.shape[1])
+        packs = [(x, by) for x, by in ((k_pack, k_pack_scale), (v_pack, v_pack_scale)) if x is not None]
+        if pack_index is not None:  # as if these were all that is packed
+            kept = pack_index[first : first + int(pack_count[s].sum())]
+            at = _slots(kept.long(), page_table[s], k_cache.shape[1]), _heads_of(pack_count[s])
+            packs = [(x[at], None if by is None else by[at]) for x, by in (of_keys, of_values)]
+            index = index - first
         keys, values = (
             torch.cat([_taken(*pack, index, q.dtype), _taken(*cache, inside, q.dtype).transpose(0, 1)], 1)
-            for pack, cache in (((k_pack, k_pack_scale), of_keys), ((v_pack, v_pack_scale), of_values))
+            for pack, cache in zip(packs, (of_keys, of_values), strict=True)
         )
         if not keys.shape[1]:
             continue
@@ -159,13 +168,18 @@ def _kept(entries: int, count: Tensor, first: int) -> tuple[Tensor, Tensor]:
     return torch.where(seen, begin[:, None] + torch.arange(most, device=count.device), first), seen
 
 
+def _heads_of(count: Tensor) -> Tensor:
+    """Head i64 of each entry of a sequence, from its counts i32[Hkv]."""
+    return torch.arange(len(count), device=count.device).repeat_interleave(count)
+
+
 def _slots(positions: Tensor, table: Tensor, page: int) -> Tensor:
     """Slots i64 of one sequence's positions, by its table i32[P], in a cache whose pages lie end to end.
 
     Raises:
         InputError: the table is too short, or has no page for a position.
     """
-    last = int(positions[-1]) if len(positions) else -1
+    last = int(positions.max()) if positions.numel() else -1
     if last >= len(table) * page:
         raise InputError(
             f"dgraph::sparse_attention: a row sees position {last} in the cache, but the page table holds "
@@ -174,10 +188,25 @@ def _slots(positions: Tensor, table: Tensor, page: int) -> Tensor:
     pages = table[positions // page].long()
     if bool((pages < 0).any()):
         raise InputError(
-            "dgraph::sparse_attention: a row sees a position of the window in a page that its sequence does not have "
-            "(its page_table entry is negative). Assign and write every page of the window first."
+            "dgraph::sparse_attention: a row sees a position in a page that its sequence does not have (its "
+            "page_table entry is negative). Assign and write every page of the window, and of kept positions, first."
         )
     return pages * page + positions % page
+
+
+def entries_of(k_pack: Tensor | None, v_pack: Tensor | None, pack_index: Tensor | None) -> int:
+    """Number of kept entries that there is room for.
+
+    Raises:
+        InputError: entries that are neither packed nor positions, or both.
+    """
+    found = [len(x) for x in (k_pack, v_pack, pack_index) if x is not None]
+    if len(found) != 1 + (pack_index is None):
+        raise InputError(
+            "dgraph::sparse_attention: kept entries are either packed, k_pack and v_pack, or positions in the cache, "
+            "pack_index; give the one or the other."
+        )
+    return found[0]
 
 
 def fake(q: Tensor, *rest: Any) -> Tensor:
@@ -236,6 +265,8 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
             for stored in (False, True):
                 what = "float8, key rows as well" if stored else "float8"
                 yield Sample(f"{name}, {what}", in_float8(plain, stored), in_float8(padded, stored))
+            for what, of in (("in pages", (plain, padded)), ("in pages, float8", map(in_float8, (plain, padded)))):
+                yield Sample(f"{name}, {what}", *(in_pages(torch.Generator().manual_seed(seed), each) for each in of))
 
 
 OP = define(

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from dgraph.ops.attention.sparse import DENSE, SELECT
 from dgraph.ops.draws import cu_rows_of, pad_rows
-from dgraph.ops.kv.scales import scaled
+from dgraph.ops.kv.scales import by_head, scaled
+
+NOWHERE = 1 << 30
+"""A position that no page table has a page for."""
 
 
 def draw(
@@ -77,9 +80,46 @@ def draw(
     return q, k, v, k_cache, v_cache, table, *packed, *where, d**-0.5, 1, any(fresh)
 
 
-def in_float8(call: tuple[Any, ...], key_rows: bool) -> tuple[Any, ...]:
+def in_float8(call: tuple[Any, ...], key_rows: bool = False) -> tuple[Any, ...]:
     """Convert the caches of a call to float8; with `key_rows`, its key rows, too."""
     q, k, v, k_cache, v_cache, table, k_pack, v_pack, *rest = call
     caches, scales = zip(*map(scaled, (k_cache, v_cache, k_pack, v_pack)), strict=True)
     (k, k_scale), (v, v_scale) = map(scaled, (k, v)) if key_rows else ((k, None), (v, None))
     return q, k, v, *caches[:2], table, *caches[2:], *rest, *scales, k_scale, v_scale
+
+
+def in_pages(generator: torch.Generator, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Keep the entries of a call in the pages of their sequence, each at a random position outside of the window.
+
+    They get pages of their own where they share none with the window, and the other places there hold NaN.
+    """
+    q, k, v, k_cache, v_cache, table, k_pack, v_pack, count, start, *rest = call
+    paged, packed, of_rows = rest[9:11], rest[11:13], rest[13:15]
+    page, b, windows, layer = k_cache.shape[1], len(count), rest[4].tolist(), rest[7]
+    most = max(high for _, high in windows) + int(count.max()) + 3
+    columns = -(-most // page)
+    wide = torch.full((b, max(columns, table.shape[1])), -1, dtype=torch.int32)
+    wide[:, : table.shape[1]] = table
+    missing = wide < 0
+    missing[:, columns:] = False
+    fresh = int(missing.sum())
+    wide[missing] = len(k_cache) + torch.randperm(fresh, generator=generator).int()
+
+    def longer(cache: Tensor) -> Tensor:
+        return torch.cat([cache, torch.full((fresh, *cache.shape[1:]), float("nan")).to(cache.dtype)])
+
+    caches = [longer(cache) for cache in (k_cache, v_cache)]
+    scales = [by_head(longer(scale)) for scale in paged]
+    index = torch.full((len(k_pack),), NOWHERE, dtype=torch.int32)
+    for s, (low, high) in enumerate(windows):
+        outside = torch.tensor([p for p in range(most) if not low <= p < high])
+        begin = int(start[layer, s])
+        for head, size in enumerate(count[s].tolist()):
+            entries = slice(begin, begin + size)
+            at = outside[torch.randperm(len(outside), generator=generator)[:size]].sort().values
+            index[entries], begin = at.int(), begin + size
+            pages = wide[s, at // page].long()
+            for cache, pack in zip([*caches, *scales], [k_pack, v_pack, *packed], strict=True):
+                cache[pages, at % page, head] = pack[entries]
+    scaled_by = (*(scales or (None, None)), None, None, *(of_rows or (None, None)))
+    return q, k, v, *caches, wide, None, None, count, start, *rest[:9], *scaled_by, index

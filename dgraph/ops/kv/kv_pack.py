@@ -17,6 +17,8 @@ from dgraph.ops.registry import Sample, define, numeric
 CONTRACT = """\
 Head h of sequence s owns the entries [pack_start[layer, s] + sum(pack_count[s, :h]), + pack_count[s, h]) of k_pack and
 v_pack [entries, D]; pack_index[e] is the position of entry e. What it writes lies there; nothing else changes.
+Without k_pack and v_pack, keys and values stay where they are: counts and positions alone are written, k and v are not
+read and may be None, and there is nothing to renew in REPACK.
 A sequence with action SELECT chooses anew. Its candidates are the n key rows outside its window [lo, hi). Budget, in
 entries per head on average: B = min(n, int(ratio * n)) with ratio > 0, else min(n, pairs). B = n keeps everything.
 score is pooled along the candidates in order of position, over a width of `pool` (odd, stride 1, truncated at both
@@ -64,25 +66,35 @@ def check_options(ratio: float, pairs: int, heads: str, floor: float, pool: int,
             raise InputError(f"dgraph::kv_pack: {what}, got {got!r}.")
 
 
-def check_own(score: Tensor, k: Tensor, first: Tensor | None) -> None:
-    """Refuse scores of other heads than the keys', by an InputError; with `first` they may be of more heads."""
-    if score.shape[1] != k.shape[1] and (first is None or score.shape[1] < k.shape[1]):
+def check_own(score: Tensor, heads: int, first: Tensor | None) -> None:
+    """Refuse scores of other heads than the packed ones, by an InputError; with `first` they may be of more heads."""
+    if score.shape[1] != heads and (first is None or score.shape[1] < heads):
         raise InputError(
-            f"dgraph::kv_pack: score is of {score.shape[1]} heads, but k of {k.shape[1]}. Pass scores of as many, or "
+            f"dgraph::kv_pack: score is of {score.shape[1]} heads, but k of {heads}. Pass scores of as many, or "
             f"of all heads with `first`, the number of the first one that k holds."
+        )
+
+
+def check_moved(k: Tensor | None, v: Tensor | None, k_pack: Tensor | None, v_pack: Tensor | None) -> None:
+    """Refuse one packed cache without the other, and packed caches without keys and values, by an InputError."""
+    packed = k_pack is not None, v_pack is not None
+    if any(packed) and not (all(packed) and k is not None and v is not None):
+        raise InputError(
+            "dgraph::kv_pack: k_pack and v_pack take what is in k and v; give all four, or neither of the packed "
+            "caches, to write positions alone."
         )
 
 
 def reference(
     score: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     key_positions: Tensor,
     cu_keys: Tensor,
     window: Tensor,
     action: Tensor,
-    k_pack: Tensor,
-    v_pack: Tensor,
+    k_pack: Tensor | None,
+    v_pack: Tensor | None,
     pack_count: Tensor,
     pack_index: Tensor,
     pack_start: Tensor,
@@ -101,10 +113,12 @@ def reference(
     v_pack_scale: Tensor | None = None,
 ) -> None:
     check_options(ratio, pairs, heads, floor, pool, pooling, recent)
-    check_own(score, k, first)
+    check_moved(k, v, k_pack, v_pack)
+    mine = pack_count.shape[1]
+    check_own(score, mine, first)
     begin = 0 if first is None else int(first)
-    own = slice(begin, begin + k.shape[1])
-    starts, entries = pack_start[layer].tolist(), k_pack.shape[0]
+    own = slice(begin, begin + mine)
+    starts, entries = pack_start[layer].tolist(), len(pack_index if k_pack is None else k_pack)
     chosen: list[tuple[int, list[Tensor]]] = []
     for s, _, rows in spans_of(action, SELECT, cu_keys, cu_keys):
         lo, hi = window[s].tolist()
@@ -124,7 +138,7 @@ def reference(
                 f"only {entries}. Make room for its budget on every KV head before running the step."
             )
         chosen.append((s, kept))
-    for s, _, rows in spans_of(action, REPACK, cu_keys, cu_keys):
+    for s, _, rows in () if k_pack is None else spans_of(action, REPACK, cu_keys, cu_keys):
         counts = pack_count[s].tolist()
         wanted = pack_index[starts[s] : starts[s] + sum(counts)].long()
         position = key_positions[rows].contiguous()
@@ -148,9 +162,16 @@ def reference(
 
 
 def _copy(
-    vectors: Tensor, scale: Tensor | None, of: tuple[Any, ...], pack: Tensor, pack_scale: Tensor | None, to: slice
+    vectors: Tensor | None,
+    scale: Tensor | None,
+    of: tuple[Any, ...],
+    pack: Tensor | None,
+    pack_scale: Tensor | None,
+    to: slice,
 ) -> None:
     """Copy vectors as they are stored, with their scales; round only those that are not stored in float8 yet."""
+    if vectors is None or pack is None:
+        return
     check_scale("kv_pack", vectors, scale)
     if scale is None:
         store("kv_pack", vectors[of], to, pack, pack_scale)
@@ -220,6 +241,9 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     ):  # fmt: skip
         call = draw(generator, actions, counts, windows, settings, levels=levels)
         yield Sample(name, call, padded(call))
+        if name.startswith(("some pairs", "a share", "adaptive with")):
+            args = in_pages(call)
+            yield Sample(f"{name}, in pages", args, padded(args))
         if name.startswith(("by mass", "a share")):
             for stored in (False, True):
                 args = in_float8(call, stored)
@@ -231,6 +255,8 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         scores = torch.rand(len(call[0]), 5, generator=generator) * (1 + torch.arange(5))
         call = (scores, *call[1:], torch.tensor([1]))
         yield Sample(f"some of the heads, {how}", call, padded(call))
+        args = in_pages(call)
+        yield Sample(f"some of the heads in pages, {how}", args, padded(args))
 
 
 def draw(
@@ -276,10 +302,16 @@ def in_float8(call: tuple[Any, ...], stored: bool) -> tuple[Any, ...]:
     return score, k, v, *rest, *first, k_scale, v_scale, *(torch.full(rest[4].shape[:1], 0.5) for _ in range(2))
 
 
+def in_pages(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Choose as a call does, and leave keys and values where they are."""
+    score, _, _, key_positions, cu_keys, window, action, _, _, *rest = call
+    return score, None, None, key_positions, cu_keys, window, action, None, None, *rest
+
+
 def padded(call: tuple[Any, ...]) -> tuple[Any, ...]:
     """Append padding rows to a call, and copy the tensors that it writes."""
     return (
-        *(pad_rows(x, 3) for x in call[:4] if isinstance(x, Tensor)),
+        *(None if x is None else pad_rows(x, 3) for x in call[:4]),
         *(x.clone() if isinstance(x, Tensor) else x for x in call[4:21]),
         *(None if x is None else pad_rows(x, 3) for x in call[21:23]),
         *(x.clone() for x in call[23:]),

@@ -53,10 +53,11 @@ INTEGERS = {
 SUMS = ("part_ptr", "mass_ptr", "sums_ptr", "similar_ptr", "mean_ptr")
 
 
-def source(function: Any, scaled: bool, copied: bool = False, windowed: bool = False) -> Any:
+def source(function: Any, scaled: bool, copied: bool = False, windowed: bool = False, paged: bool = False) -> Any:
     """A kernel with small sizes, with scales or without.
 
-    copied: what is packed is in float8 where it comes from, too. windowed: rows see a window of keys.
+    copied: what is packed is in float8 where it comes from, too. windowed: rows see a window of keys. paged: kept keys
+    stay in their pages.
     """
     names = function.arg_names
     scales = [n for n in names if n.endswith(("scale_ptr", "by_ptr"))]
@@ -67,6 +68,10 @@ def source(function: Any, scaled: bool, copied: bool = False, windowed: bool = F
     if scaled:
         types |= dict.fromkeys(stored, "*fp8e4nv")
     absent = [n for n in scales if not scaled or (n in ("k_by_ptr", "v_by_ptr") and not copied)]
+    if function is sparse_attention._attend_kept:
+        absent += [n for n in names if n.startswith(("kp_", "vp_"))] if paged else ["index_ptr"]
+    elif paged:
+        absent += [n for n in names if n.startswith(("k_", "v_")) and n.endswith("_ptr")]
     return source_of(ASTSource, function, constants | dict.fromkeys(absent), types)
 
 
@@ -83,6 +88,10 @@ def main() -> None:
     found = {f"{f.__module__.rpartition('.')[2]}.{f.__name__}": lines_of(f, scaled=True) for f in READS}
     found["kv_pack._copy of float8"] = lines_of(kv_pack._copy, scaled=True, copied=True)
     found["paged_attention._attend with a window"] = lines_of(paged_attention._attend, scaled=True, windowed=True)
+    for scaled in (False, True):
+        name = f"sparse_attention._attend_kept in pages{', float8' * scaled}"
+        found[name] = lines_of(sparse_attention._attend_kept, scaled=scaled, paged=True)
+    found["kv_pack._copy of positions"] = lines_of(kv_pack._copy, scaled=False, paged=True)
     print(json.dumps(found))
 
 

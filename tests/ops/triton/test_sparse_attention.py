@@ -10,7 +10,7 @@ import torch
 from dgraph.families.quantised import ROW_KINDS, quantised_rows
 from dgraph.ops import OPS
 from dgraph.ops.attention.sparse import DENSE, REPACK, REUSE, SELECT
-from dgraph.ops.attention.sparse_draws import draw, in_float8
+from dgraph.ops.attention.sparse_draws import draw, in_float8, in_pages
 from tests.amounts import every_value
 from tests.ops.test_sparse_attention import random_call
 from tests.ops.triton.interpreter import Interpreter
@@ -35,6 +35,10 @@ def call(seed: int = 0, **options: Any) -> tuple[Any, ...]:
     return draw(torch.Generator().manual_seed(seed), **(sizes | options))
 
 
+def paged(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return in_pages(torch.Generator().manual_seed(1), args)
+
+
 def run(interpreted: Interpreter, args: tuple[Any, ...], **options: Any) -> None:
     found, _ = interpreted("sparse_attention", args, **options)
     compare([found], expected("sparse_attention", args))
@@ -51,7 +55,9 @@ def test_interpreted_in_any_tiles_and_shares(
     for sees_all in (False, True):
         args = call(group=1 + 2 * sees_all, sees_all=sees_all)
         run(interpreted, args, tiling=Tiling(sizes, 1, sizes))
-        run(interpreted, in_float8(args, key_rows=sees_all), tiling=Tiling(sizes, 1, sizes))
+        rounded = in_float8(args, key_rows=sees_all)
+        run(interpreted, rounded, tiling=Tiling(sizes, 1, sizes))
+        run(interpreted, paged(rounded if sees_all else args), tiling=Tiling(sizes, 1, sizes))
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -74,12 +80,15 @@ def test_interpreted_rounding_what_it_gives(interpreted: Interpreter, kind: str,
 
 @pytest.mark.parametrize("seed", range(8))
 def test_interpreted_random_calls(interpreted: Interpreter, seed: int) -> None:
-    run(interpreted, tuple(random_call(seed + 500).values()))
+    args = tuple(random_call(seed + 500).values())
+    run(interpreted, paged(args) if seed % 2 else args)
 
 
 @pytest.mark.parametrize("page", [1, 7, 32, 128])
 def test_interpreted_pages_of_any_size(interpreted: Interpreter, page: int) -> None:
-    run(interpreted, call(page=page, d=20 if page == 7 else 16))
+    args = call(page=page, d=20 if page == 7 else 16)
+    run(interpreted, args)
+    run(interpreted, paged(args))
 
 
 def test_interpreted_views_and_a_negative_scale(interpreted: Interpreter) -> None:
@@ -137,6 +146,19 @@ def test_shares_are_not_added_up_next_to_dense_sequences() -> None:
     assert tiling_for(*sizes, dense=True).kept.splits == 1
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_gathered_keys_are_as_many_in_flight_as_packed_ones(itemsize: int) -> None:
+    """A gather waits for two others, so that it is in flight in every second of the stages alone."""
+    from dgraph.ops.attention.triton.sparse_attention import tiling_for
+
+    for d in (128, 256):
+        sizes = 32 * 32, 32, (32, 8), d, 32 * 8 * 2048, itemsize, 132
+        packed, paged = (tiling_for(*sizes, dense=False, in_pages=p) for p in (False, True))
+        assert (paged.kept, paged.dense) == (packed.kept, packed.dense)
+        assert paged.kept_stages == 2 * packed.kept_stages - 1
+        assert (packed.kept_stages > 1) == (itemsize == 2)
+
+
 SIZES = {
     "blocks of a batch": {
         "actions": [REUSE, REPACK, REUSE],
@@ -179,12 +201,15 @@ def test_at_the_sizes_of_models(name: str, group: int, page: int, d: int, dtype:
         args = moved(call(seed=group, **({"keys": None} | sizes)), "cpu", dtype)
         want = expected("sparse_attention", moved(args, "cpu", torch.float32))
         got = OPS["sparse_attention"].overload(*moved(args, "cuda"))
-        compare([got], want, 2e-5 if dtype == torch.float32 else 2e-2)
+        near = 2e-5 if dtype == torch.float32 else 2e-2
+        compare([got], want, near)
+        compare([OPS["sparse_attention"].overload(*moved(paged(args), "cuda"))], want, near)
 
 
 @pytest.mark.gpu
-def test_a_captured_call_follows_the_phases_on_the_device() -> None:
-    args = moved(call(sees_all=True), "cuda", torch.bfloat16)
+@pytest.mark.parametrize("place", [tuple, paged])
+def test_a_captured_call_follows_the_phases_on_the_device(place: Any) -> None:
+    args = moved(place(call(sees_all=True)), "cuda", torch.bfloat16)
     OPS["sparse_attention"].overload(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -2,10 +2,11 @@
 
 Two launches write disjoint rows. `_attend_kept` takes the sequences that reuse kept entries, and the padding rows.
 As in paged_attention, a program takes a tile of rows, all query heads of one KV head, and a share of the keys. The rows
-are of one sequence. The keys are first the entries that the head keeps, then the window. The entries of a head lie side
-by side, so that a block of them is one bulk copy from wherever it starts. Heads keep different numbers of them, so that
-each head divides its own keys into shares. `_attend_rows` (`sparse_dense`) takes the sequences that see the key rows of
-the step; it is not launched if there are none. Each skips the tiles of the other.
+are of one sequence. The keys are first the entries that the head keeps, then the window. Packed entries of a head lie
+side by side, so that a block of them is one bulk copy from wherever it starts. Entries in pages are looked up by their
+positions, and gathered vector by vector. Heads keep different numbers of them, so that each head divides its own keys
+into shares. `_attend_rows` (`sparse_dense`) takes the sequences that see the key rows of the step; it is not launched
+if there are none. Each skips the tiles of the other.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -20,12 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from dgraph.ops.attention.sparse import REPACK, REUSE
+from dgraph.ops.attention.sparse_attention import entries_of
 from dgraph.ops.attention.triton import attention_tiling
 from dgraph.ops.attention.triton.attention_shares import finished, shares_for
 from dgraph.ops.attention.triton.attention_tiling import multiprocessors
 from dgraph.ops.attention.triton.paged_attention import blocks_of, load_keys
 from dgraph.ops.attention.triton.sparse_dense import attend_rows, dense_tiling
-from dgraph.ops.attention.triton.sparse_tiles import fold, load_rows, matrices_of
+from dgraph.ops.attention.triton.sparse_tiles import fold, load_rows, load_slots, matrices_of
 from dgraph.ops.kv.triton.scales import check_scales, halved, load_scales, scales_at, scales_of
 from dgraph.ops.padded import check_heads
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
@@ -40,7 +42,8 @@ class Tiling:
     Attributes:
         kept: sizes of `_attend_kept`; its stages are those of the loop over the window, where a page is looked up in
             front of each load.
-        kept_stages: iterations in flight over the entries, each of which takes a buffer.
+        kept_stages: iterations in flight over the entries. Each takes a buffer, or every second one if these are in
+            pages.
         dense: sizes of `_attend_rows`, where block_m counts the rows of one query head; it has no shares.
     """
 
@@ -50,9 +53,17 @@ class Tiling:
 
 
 def tiling_for(
-    n: int, b: int, heads: tuple[int, int], d: int, entries: int, itemsize: int, multiprocessors: int, dense: bool
+    n: int,
+    b: int,
+    heads: tuple[int, int],
+    d: int,
+    entries: int,
+    itemsize: int,
+    multiprocessors: int,
+    dense: bool,
+    in_pages: bool = False,
 ) -> Tiling:
-    """The tiling for a shape: n rows of b sequences, `heads` query and KV heads, room for `entries` packed entries.
+    """The tiling for a shape: n rows of b sequences, `heads` query and KV heads, room for `entries` kept entries.
 
     The number of keys that a head sees is known to the device alone. Heads may keep more than their even share of the
     entries, and the window holds the rows or more; so twice the share and the rows stand for the keys.
@@ -68,6 +79,8 @@ def tiling_for(
     kept = replace(kept, stages=min(kept.stages, 4))
     # Tiles of 64 rows: with four buffers, only one program would fit on a multiprocessor.
     stages = 1 if itemsize > 2 else 3 if wide or kept.block_m == 64 else 4
+    if in_pages:  # a block of keys waits for its pages, and these for its positions: as many buffers take more stages
+        stages = 2 * stages - 1
     return Tiling(kept, stages, dense_tiling(n, b, d, itemsize))
 
 
@@ -78,8 +91,8 @@ def kernel(
     k_cache: Tensor,
     v_cache: Tensor,
     page_table: Tensor,
-    k_pack: Tensor,
-    v_pack: Tensor,
+    k_pack: Tensor | None,
+    v_pack: Tensor | None,
     pack_count: Tensor,
     pack_start: Tensor,
     key_positions: Tensor,
@@ -97,6 +110,7 @@ def kernel(
     v_pack_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    pack_index: Tensor | None = None,
     tiling: Tiling | None = None,
     *,
     kind: str | None = None,
@@ -108,34 +122,37 @@ def kernel(
         kind: returns the results of dgraph::rows_quantise on the rows [N, Hq * D], counted by cu_rows, in this kind.
     """
     check_heads("sparse_attention", q, k_cache.transpose(1, 2), 1)
+    entries = entries_of(k_pack, v_pack, pack_index)
     paged, packed = (k_cache_scale, v_cache_scale), (k_pack_scale, v_pack_scale)
     check_scales("sparse_attention", k_cache=(k_cache, paged[0]), v_cache=(v_cache, paged[1]))
-    check_scales("sparse_attention", k_pack=(k_pack, packed[0]), v_pack=(v_pack, packed[1]))
     check_scales("sparse_attention", k=(k, k_scale), v=(v, v_scale))
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return finished(out, None, kind, cu_rows)
     if tiling is None:
-        entries, cores = k_pack.shape[0], multiprocessors(q.device)
-        tiling = tiling_for(n, b, (heads, kv_heads), d, entries, q.element_size(), cores, dense)
+        cores = multiprocessors(q.device)
+        tiling = tiling_for(n, b, (heads, kv_heads), d, entries, q.element_size(), cores, dense, k_pack is None)
     sizes = tiling.kept
     group, width, splits = heads // kv_heads, power_of_two(d, 16), sizes.splits
     rows = sizes.block_m // group
-    q, page_table, k_pack, v_pack, pack_count, window = map(
-        dense_rows, (q, page_table, k_pack, v_pack, pack_count, window)
-    )
+    q, page_table, pack_count, window = map(dense_rows, (q, page_table, pack_count, window))
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
     blocks = blocks_of(k_cache, v_cache, sizes.block_n) if sizes.bulk else None
-    packs = matrices_of(k_pack, v_pack, sizes.block_n) if sizes.bulk else None
+    packs, pack_rows = None, (0, 0)
+    if k_pack is not None and v_pack is not None:
+        check_scales("sparse_attention", k_pack=(k_pack, packed[0]), v_pack=(v_pack, packed[1]))
+        k_pack, v_pack = dense_rows(k_pack), dense_rows(v_pack)
+        packs = matrices_of(k_pack, v_pack, sizes.block_n) if sizes.bulk else None
+        pack_rows = k_pack.stride(0), v_pack.stride(0)
     shares = shares_for(q, splits) if splits > 1 else None
     part, mass = shares or (out, out)
     _attend_kept[(kv_heads, splits, b + 1 + n // rows)](
-        q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), k_pack, v_pack, *(packs or (k_pack, v_pack)),
+        q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), k_pack, v_pack, *(packs or (k_pack, v_pack)), pack_index,
         pack_count, pack_start, page_table, cu_rows, limit, window, action, out, part, mass,
         *paged, *packed, n, b, page_table.shape[1] * page, layer,
-        q.stride(0), page_table.stride(0), k_pack.stride(0), v_pack.stride(0), pack_count.stride(0),
+        q.stride(0), page_table.stride(0), *pack_rows, pack_count.stride(0),
         *pack_start.stride(), window.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         scale * math.log2(math.e),
         page, group, heads, power_of_two(kv_heads), d, width, rows, sizes.block_m, sizes.block_n, splits,
@@ -150,25 +167,9 @@ def kernel(
     return finished(out, shares, kind, cu_rows)
 
 
-@triton.jit
-def _load_some(
-    k_ptr, v_ptr, table_ptr, key, low, high, k_page, k_slot, v_page, v_slot,
-    PAGE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Keys and values of the positions from `key` on, zeros for those outside of [low, high); and the positions."""
-    position, d = key + tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
-    inside = (position >= low) & (position < high)
-    page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
-    k_at = (page * k_page + (position % PAGE) * k_slot)[None, :] + d[:, None]
-    v_at = (page * v_page + (position % PAGE) * v_slot)[:, None] + d[None, :]
-    k = tl.load(k_ptr + k_at, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-    v = tl.load(v_ptr + v_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    return k, v, position
-
-
 @triton.jit(do_not_specialize=["layer"])
 def _attend_kept(
-    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, kp_ptr, vp_ptr, kp_blocks, vp_blocks,
+    q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, kp_ptr, vp_ptr, kp_blocks, vp_blocks, index_ptr,
     count_ptr, start_ptr, table_ptr, cu_ptr, limit_ptr, window_ptr, action_ptr, out_ptr, part_ptr, mass_ptr,
     k_scale_ptr, v_scale_ptr, kp_scale_ptr, vp_scale_ptr, n, b, keys, layer,
     q_row, table_row, kp_row, vp_row, count_row, start_layer, start_row, window_row,
@@ -214,14 +215,18 @@ def _attend_kept(
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
     k_ptr += head.to(tl.int64) * k_head
     v_ptr += head.to(tl.int64) * v_head
-    kp_ptr += begin.to(tl.int64) * kp_row
-    vp_ptr += begin.to(tl.int64) * vp_row
+    if index_ptr is not None:
+        index_ptr += begin
+    else:
+        kp_ptr += begin.to(tl.int64) * kp_row
+        vp_ptr += begin.to(tl.int64) * vp_row
     table_ptr += s.to(tl.int64) * table_row
     if k_scale_ptr is not None:
         k_scale_ptr += head * PAGE
         v_scale_ptr += head * PAGE
-        kp_scale_ptr += begin
-        vp_scale_ptr += begin
+        if index_ptr is None:
+            kp_scale_ptr += begin
+            vp_scale_ptr += begin
         q, q_by = halved(q)
         by = scale * q_by
     else:
@@ -230,13 +235,22 @@ def _attend_kept(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     for block in tl.range(tl.minimum(first, full), tl.minimum(last, full), num_stages=KEPT_STAGES):
-        if KEPT_BULK:
+        entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        if index_ptr is not None:
+            position = tl.load(index_ptr + entry)
+            page = tl.load(table_ptr + position // PAGE).to(tl.int64)
+            k, v = load_slots(
+                k_ptr, v_ptr, page, position % PAGE, entry < count, k_page, k_slot, v_page, v_slot, D, WIDTH, False
+            )
+        elif KEPT_BULK:
             k = kp_blocks.load([begin + block * BLOCK_N, 0]).T
             v = vp_blocks.load([begin + block * BLOCK_N, 0])
         else:
             k, v = load_rows(kp_ptr, vp_ptr, block * BLOCK_N, count, kp_row, vp_row, D, WIDTH, BLOCK_N, False)
-        if k_scale_ptr is not None:
-            entry = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        if k_scale_ptr is not None and index_ptr is not None:
+            at = scales_at(page, position % PAGE, PAGE, HEADS // GROUP)
+            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, at, entry < count)
+        elif k_scale_ptr is not None:
             k_by, v_by = scales_of(kp_scale_ptr, vp_scale_ptr, entry, entry < count)
         else:
             k_by, v_by = None, None
@@ -265,38 +279,46 @@ def _attend_kept(
         top, total, acc = fold(q, k, v, True, top, total, acc, by, k_by, v_by, PRECISION, False)
 
     if (first <= full) & (full < last) & (full < packed):
-        k, v = load_rows(kp_ptr, vp_ptr, full * BLOCK_N, count, kp_row, vp_row, D, WIDTH, BLOCK_N, True)
         entry = full * BLOCK_N + tl.arange(0, BLOCK_N)
-        seen = (entry < count)[None, :]
-        if k_scale_ptr is not None:
-            k_by, v_by = scales_of(kp_scale_ptr, vp_scale_ptr, entry, entry < count)
+        inside = entry < count
+        if index_ptr is not None:
+            position = tl.load(index_ptr + entry, mask=inside, other=0)
+            page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
+            k, v = load_slots(
+                k_ptr, v_ptr, page, position % PAGE, inside, k_page, k_slot, v_page, v_slot, D, WIDTH, True
+            )
+        else:
+            k, v = load_rows(kp_ptr, vp_ptr, full * BLOCK_N, count, kp_row, vp_row, D, WIDTH, BLOCK_N, True)
+        if k_scale_ptr is not None and index_ptr is not None:
+            at = scales_at(page, position % PAGE, PAGE, HEADS // GROUP)
+            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, at, inside)
+        elif k_scale_ptr is not None:
+            k_by, v_by = scales_of(kp_scale_ptr, vp_scale_ptr, entry, inside)
         else:
             k_by, v_by = None, None
-        top, total, acc = fold(q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION, True)
+        top, total, acc = fold(q, k, v, inside[None, :], top, total, acc, by, k_by, v_by, PRECISION, True)
     for i in tl.range(0, plain - from_block + to_block - after, num_stages=1):
         block = from_block + i
         block += tl.where(block < plain, 0, after - plain)
-        k, v, position = _load_some(
-            k_ptr, v_ptr, table_ptr, block * BLOCK_N, low, longest, k_page, k_slot, v_page, v_slot,
-            PAGE, D, WIDTH, BLOCK_N,
-        )  # fmt: skip
+        position = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (position >= low) & (position < longest)
+        page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
+        k, v = load_slots(k_ptr, v_ptr, page, position % PAGE, inside, k_page, k_slot, v_page, v_slot, D, WIDTH, True)
         seen = (position[None, :] >= low) & (position[None, :] < tl.minimum(limit, high)[:, None])
         if k_scale_ptr is not None:
-            within = (position >= low) & (position < longest)
-            page = tl.load(table_ptr + position // PAGE, mask=within, other=0).to(tl.int64)
             at = scales_at(page, position % PAGE, PAGE, HEADS // GROUP)
-            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, at, within)
+            k_by, v_by = scales_of(k_scale_ptr, v_scale_ptr, at, inside)
         else:
             k_by, v_by = None, None
         top, total, acc = fold(q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION, True)
 
     found = acc / tl.where(total > 0, total, 1.0)[:, None]
-    inside = live[:, None] & (d < D)[None, :]
+    there = live[:, None] & (d < D)[None, :]
     if SPLITS == 1:
-        tl.store(out_ptr + value * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + value * D + d[None, :], found.to(out_ptr.dtype.element_ty), mask=there)
     else:
         rank = split.to(tl.int64) * n * HEADS
         mass = top + tl.log2(tl.where(total > 0, total, 1.0))
         tl.store(mass_ptr + rank + row * HEADS + head * GROUP + m % GROUP, mass, mask=live)
         if first < last:
-            tl.store(part_ptr + (rank + value) * D + d[None, :], found, mask=inside)
+            tl.store(part_ptr + (rank + value) * D + d[None, :], found, mask=there)

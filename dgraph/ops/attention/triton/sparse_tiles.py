@@ -55,6 +55,26 @@ def load_rows(
 
 
 @triton.jit
+def load_slots(
+    k_ptr, v_ptr, page, slot, inside, k_page, k_slot, v_page, v_slot,
+    D: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [WIDTH, N] and values [N, WIDTH] at slots of pages i64[N]; with MASKED zeros unless `inside`."""
+    d = tl.arange(0, WIDTH)
+    k_at = (page * k_page + slot * k_slot)[None, :] + d[:, None]
+    v_at = (page * v_page + slot * v_slot)[:, None] + d[None, :]
+    if MASKED:
+        k = tl.load(k_ptr + k_at, mask=inside[None, :] & (d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    elif WIDTH == D:
+        k, v = tl.load(k_ptr + k_at), tl.load(v_ptr + v_at)
+    else:
+        k = tl.load(k_ptr + k_at, mask=(d < D)[:, None], other=0.0)
+        v = tl.load(v_ptr + v_at, mask=(d < D)[None, :], other=0.0)
+    return k, v
+
+
+@triton.jit
 def fold(
     q, k, v, seen, top, total, acc, by, k_by, v_by, PRECISION: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip

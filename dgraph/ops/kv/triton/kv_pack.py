@@ -2,7 +2,7 @@
 
 Scores become integers of the same order, pooled, without the window, one run per head (`_rank`). The kernels of
 kv_pack_sizes choose the number that each head keeps, and list their rows. `_copy` moves the keys and values of listed
-rows; to repack, it looks rows up by position.
+rows, if there are any to move, and writes their positions; to repack, it looks rows up by position.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.ops.attention.sparse import REPACK, SELECT
-from dgraph.ops.kv.kv_pack import check_options, check_own
+from dgraph.ops.kv.kv_pack import check_moved, check_options, check_own
 from dgraph.ops.kv.triton.kv_pack_sizes import PLAN, ROUNDS, count_joint, divide, list_best, share
 from dgraph.ops.kv.triton.scales import check_scales, quantised
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at
@@ -27,14 +27,14 @@ COPIED = 64  # entries that one program copies
 
 def kernel(
     score: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     key_positions: Tensor,
     cu_keys: Tensor,
     window: Tensor,
     action: Tensor,
-    k_pack: Tensor,
-    v_pack: Tensor,
+    k_pack: Tensor | None,
+    v_pack: Tensor | None,
     pack_count: Tensor,
     pack_index: Tensor,
     pack_start: Tensor,
@@ -55,24 +55,29 @@ def kernel(
 ) -> None:
     """dgraph::kv_pack; see its contract. `tile`: candidates that a count takes at once, by default 256 to 8192."""
     check_options(ratio, pairs, heads, floor, pool, pooling, recent)
-    check_own(score, k, first)
+    check_moved(k, v, k_pack, v_pack)
+    own = pack_count.shape[1]
+    check_own(score, own, first)
     for name, x in (("k_pack", k_pack), ("v_pack", v_pack), ("pack_count", pack_count)):
-        if x.stride(-1) != 1:
+        if x is not None and x.stride(-1) != 1:
             raise InputError(f"dgraph::kv_pack: the last dimension of {name} must be contiguous, got {x.stride()}.")
-    check_scales("kv_pack", k=(k, k_scale), v=(v, v_scale))
-    check_scales("kv_pack", k_pack=(k_pack, k_pack_scale), v_pack=(v_pack, v_pack_scale))
-    (m, count), b, d = score.shape, cu_keys.shape[0] - 1, k.shape[2]
+    (m, count), b, entries = score.shape, cu_keys.shape[0] - 1, len(pack_index)
+    d, strides = 1, (0, 0, 0, 0)
+    if k is not None and v is not None and k_pack is not None and v_pack is not None:
+        check_scales("kv_pack", k=(k, k_scale), v=(v, v_scale))
+        check_scales("kv_pack", k_pack=(k_pack, k_pack_scale), v_pack=(v_pack, v_pack_scale))
+        k, v, entries, d = dense_rows(k), dense_rows(v), len(k_pack), k.shape[2]
+        strides = k.stride(0), v.stride(0), k_pack.stride(0), v_pack.stride(0)
     if not b or not count:
         return
     width, offsets = power_of_two(count), offsets_block(b)
     rows, tile = power_of_two(4096 // width, 16, 256), tile or power_of_two(-(-m // b), 256, 8192)
     warps = 16 if tile > 2048 else 4
-    score, k, v, window, starts = (dense_rows(x) for x in (score, k, v, window, pack_start[layer]))
+    score, window, starts = (dense_rows(x) for x in (score, window, pack_start[layer]))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=score.device)
 
-    own = k.shape[1]
     plan, keys, listed = empty(b, 4), empty(count, m), empty(own, m)
     sizes = pack_count if first is None else empty(b, count)
     _outline[(b,)](
@@ -108,8 +113,8 @@ def kernel(
     _copy[(triton.cdiv(m, COPIED) + b, own)](
         k, v, key_positions, cu_keys, action, pack_count, starts, listed, k_pack, v_pack, pack_index,
         k_scale, v_scale, k_pack_scale, v_pack_scale,
-        m, b, k.stride(0), v.stride(0), k_pack.stride(0), v_pack.stride(0), pack_count.stride(0),
-        k_pack.shape[0], pack_index.shape[0], power_of_two(own), d, power_of_two(d), COPIED, offsets, num_warps=8,
+        m, b, *strides, pack_count.stride(0),
+        entries, len(pack_index), power_of_two(own), d, power_of_two(d), COPIED, offsets, num_warps=8,
     )  # fmt: skip
 
 
@@ -242,7 +247,7 @@ def _copy(
     if s == b:
         return
     todo = tl.load(action_ptr + s)
-    if (todo != CHOOSING) & (todo != RENEWING):
+    if (todo != CHOOSING) & ((todo != RENEWING) | (k_ptr is None)):
         return
     start, end = tl.load(cu_ptr + s), tl.load(cu_ptr + s + 1)
     first = (tile - start // BLOCK - s) * BLOCK
@@ -262,19 +267,20 @@ def _copy(
         position = tl.load(index_ptr + at, mask=live & (at < indices), other=-1)
         row = _rows_at(positions_ptr, position, start, end)
         live = live & (tl.load(positions_ptr + row) == position)
-    d = tl.arange(0, D_WIDTH)
-    inside = live[:, None] & (d < D)[None, :]
-    source, target, column = row.to(tl.int64)[:, None], at.to(tl.int64)[:, None], d[None, :]
-    key = tl.load(k_ptr + source * k_row + head * D + column, mask=inside)
-    if k_pack_by_ptr is not None:
-        key, by = _stored(key, k_by_ptr, row, head, inside, live)
-        tl.store(k_pack_by_ptr + at, by, mask=live)
-    tl.store(k_pack_ptr + target * k_entry + column, key, mask=inside)
-    value = tl.load(v_ptr + source * v_row + head * D + column, mask=inside)
-    if v_pack_by_ptr is not None:
-        value, by = _stored(value, v_by_ptr, row, head, inside, live)
-        tl.store(v_pack_by_ptr + at, by, mask=live)
-    tl.store(v_pack_ptr + target * v_entry + column, value, mask=inside)
+    if k_ptr is not None:
+        d = tl.arange(0, D_WIDTH)
+        inside = live[:, None] & (d < D)[None, :]
+        source, target, column = row.to(tl.int64)[:, None], at.to(tl.int64)[:, None], d[None, :]
+        key = tl.load(k_ptr + source * k_row + head * D + column, mask=inside)
+        if k_pack_by_ptr is not None:
+            key, by = _stored(key, k_by_ptr, row, head, inside, live)
+            tl.store(k_pack_by_ptr + at, by, mask=live)
+        tl.store(k_pack_ptr + target * k_entry + column, key, mask=inside)
+        value = tl.load(v_ptr + source * v_row + head * D + column, mask=inside)
+        if v_pack_by_ptr is not None:
+            value, by = _stored(value, v_by_ptr, row, head, inside, live)
+            tl.store(v_pack_by_ptr + at, by, mask=live)
+        tl.store(v_pack_ptr + target * v_entry + column, value, mask=inside)
 
 
 @triton.jit
