@@ -15,7 +15,7 @@ from dgraph.ir.layers import windowed
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.plans.kv import check_budget, pairs_of
+from dgraph.plans.kv import KEPT, PACKED, PAGES, check_budget, pairs_of
 from dgraph.plans.papers import ADAKV, DLLM_SERVE, H2O, MASKKV, PYRAMIDKV, SNAPKV, SPARSE_DLLM, SQUEEZE, Paper
 from dgraph.ranks.sharding import FIRST_KV_HEAD
 from dgraph.spec import ModelSpec
@@ -41,13 +41,15 @@ MaskKV sums over the response's rows, SnapKV over the prompt's last 32 (its obse
 SCORES = {"block": False, "shared": True}
 """Products of keys with the block's mean query, and whether all heads share their mean."""
 SELECTORS = (*VOTERS, *SCORES)
+ABSENT = (None, None)
+"""In place of arguments for keys and for values."""
 HEADS = ("uniform", "mass", "adaptive")
 POOLINGS = ("max", "mean")
 
 
 @dataclass(frozen=True)
 class SparseKV(Pass):
-    """Keep only the keys outside of each sequence's window that a selector ranks highest, packed per KV head.
+    """Keep only the keys outside of each sequence's window that a selector ranks highest, per KV head.
 
     A step that selects (action SELECT of a sequence) sees all keys of its rows. It ranks the keys outside of the
     window, and copies the best of each head together with their values. Steps that reuse (REUSE) see the packed entries
@@ -63,6 +65,15 @@ class SparseKV(Pass):
                                pack_start, 0, ...)
                 %10 = dgraph.sparse_attention(%6, %7, %8, k_cache, v_cache, page_table, k_pack, v_pack, pack_count,
                                               pack_start, positions, cu_rows, cu_rows, limit, window, action, 0.18, 0)
+
+    With kept="pages" all positions have pages, and nothing is copied. A step that selects lists the positions of the
+    best keys, and steps that reuse read these in the cache. There are no `k_pack_l` and `v_pack_l`.
+
+        after   dgraph.kv_pack(%9, None, None, positions, cu_rows, window, action, None, None, pack_count, pack_index,
+                               pack_start, 0, ...)
+                %10 = dgraph.sparse_attention(%6, %7, %8, k_cache, v_cache, page_table, None, None, pack_count,
+                                              pack_start, positions, cu_rows, cu_rows, limit, window, action, 0.18, 0,
+                                              ..., pack_index)
 
     If ranks have some heads each, some choices need scores of other ranks: a mean over heads, and budgets that are
     divided over a layer's heads. A KV head whose queries several ranks have needs them too. Every rank makes these
@@ -87,6 +98,7 @@ class SparseKV(Pass):
         cached: True if the keys to select from are read from the cache, since a step forwards only the rows of a block
             (block-causal models). Their inputs are `key_positions` i64[M] and `cu_keys` i32[b+1]. False: they are the
             keys of the step's own rows.
+        kept: where the kept keys are, "packed" or in their "pages"; see `dgraph.plans.kv.KVPlan`.
     """
 
     selector: str = "mask_voting"
@@ -99,6 +111,7 @@ class SparseKV(Pass):
     recent: int = 0
     reuse: bool = False
     cached: bool = False
+    kept: str = PACKED
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     papers: ClassVar[tuple[Paper, ...]] = (
@@ -111,7 +124,7 @@ class SparseKV(Pass):
         ADAKV,
         H2O,
     )
-    summary: ClassVar[str] = "attention over a window and the packed keys that matter (MaskKV, dLLM-Serve, Sparse-dLLM)"
+    summary: ClassVar[str] = "attention over a window and the other keys that matter (MaskKV, dLLM-Serve, Sparse-dLLM)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {"window", "action", "pack_start", "k_pack_*", "v_pack_*", "pack_count_*", "pack_index_*"}
         | {"key_positions", "cu_keys"}
@@ -126,6 +139,7 @@ class SparseKV(Pass):
             ("selector", self.selector, SELECTORS),
             ("heads", self.heads, HEADS),
             ("pooling", self.pooling, POOLINGS),
+            ("kept", self.kept, KEPT),
         ):
             if value not in known:
                 raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
@@ -181,15 +195,17 @@ class SparseKV(Pass):
         k, v, _, _, key_positions, _, cu_keys = args_of(write)[:7]
         window, action = graph.add_input(WINDOW), graph.add_input(ACTION)
         start = graph.add_input(InputSpec("pack_start", torch.int32, (graph.spec.layers, "b")))
-        dtype, width = k_cache.meta["val"].dtype, int(k.meta["val"].shape[2])
-        heads = int(k.meta["val"].shape[1])
-        k_pack, v_pack = (
-            graph.add_input(InputSpec(f"{n}_pack_{layer}", dtype, ("entries", width), layer=layer)) for n in "kv"
-        )
-        pack_scales = [
-            graph.add_input(InputSpec(f"{n}_pack_scale_{layer}", torch.float32, ("entries",), layer=layer))
-            for n, _ in zip("kv", scales, strict=False)
-        ]
+        heads, width = (int(size) for size in k.meta["val"].shape[1:])
+
+        def entries(name: str, dtype: torch.dtype, *sizes: int) -> Node:
+            return graph.add_input(InputSpec(f"{name}_{layer}", dtype, ("entries", *sizes), layer=layer))
+
+        in_pages = self.kept == PAGES
+        packs: Sequence[Node | None] = ABSENT
+        pack_scales: list[Node] = []
+        if not in_pages:
+            packs = [entries(f"{n}_pack", k_cache.meta["val"].dtype, width) for n in "kv"]
+            pack_scales = [entries(f"{n}_pack_scale", torch.float32) for n, _ in zip("kv", scales, strict=False)]
         budgets = _kv_heads(graph) if self.heads != "uniform" and _kv_heads(graph) > heads else 0
         shape = ("sequences", heads)
         count = graph.add_input(InputSpec(f"pack_count_{layer}", torch.int32, shape, layer=layer, budgets=budgets))
@@ -202,28 +218,24 @@ class SparseKV(Pass):
                 for cache in (k_cache, v_cache, *scales)
             )
         keys = (key_positions, cu_keys)
+        index = entries("pack_index", torch.int32) if in_pages or not self.reuse else None
         if not self.reuse:
-            index = graph.add_input(InputSpec(f"pack_index_{layer}", torch.int32, ("entries",), layer=layer))
             score = self._score(graph, attention, k, keys, (window, action), row_scales[:1], by)
             budget = (float(self.ratio), pairs_of(self.pairs, layer))
             settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
             score, *first = self._over_heads(graph, score, heads, attention, by)
-            packed = (k_pack, v_pack, count, index, start, layer)
-            args = (score, k, v, *keys, window, action, *packed, *settings, *first)
-            if scales:
+            packed = (*packs, count, index, start, layer)
+            args = (score, *(ABSENT if in_pages else (k, v)), *keys, window, action, *packed, *settings, *first)
+            if pack_scales:
                 args = (*args, *(() if first else (None,)), *(row_scales or (None, None)), *pack_scales)
             graph.call(OPS["kv_pack"], args, before=attention, by=by)
-        caches = (k_cache, v_cache, page_table, k_pack, v_pack, count, start)
+        caches = (k_cache, v_cache, page_table, *packs, count, start)
         seen = (key_positions, cu_rows, cu_keys, limit, window, action, scale, layer, not self.reuse)
-        graph.replace(
-            attention,
-            graph.call(
-                OPS["sparse_attention"],
-                (q, k, v, *caches, *seen, *scales, *pack_scales, *row_scales),
-                before=attention,
-                by=by,
-            ),
-        )
+        stored: tuple[Node | None, ...] = (*scales, *pack_scales, *row_scales)
+        if in_pages:
+            stored = (*(scales or ABSENT), *ABSENT, *(row_scales or ABSENT), index)
+        read = (q, k, v, *caches, *seen, *stored)
+        graph.replace(attention, graph.call(OPS["sparse_attention"], read, before=attention, by=by))
         report.did("paged_attention -> sparse_attention" if self.reuse else f"{self.selector}, kv_pack", layer)
 
     def _score(

@@ -1,19 +1,21 @@
-"""Plans of keys: those that stay in the dense cache, those that are kept packed, and the step that chooses them.
+"""Plans of keys: those that are always seen, those that are kept of the others and where, and the step that chooses.
 
 A sequence has a window of positions whose keys are always seen (the current block, or the response). All others are
-candidates. Every layer keeps some candidates for each KV head, copied together. The rest is gone until a step forwards
-the sequence as a whole again.
+candidates. Every layer keeps some candidates for each KV head. Packed, they are copied together, and the rest is gone
+until a step forwards the sequence as a whole again. In pages, all stay where they are, and the choice is a list of
+positions: it takes four bytes for a key and its value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 
 WINDOWS = ("block", "response")
+PACKED, PAGES = KEPT = ("packed", "pages")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class KVPlan:
         every: with the window "block": interval of steps of a block at which keys are chosen anew; 0 for once.
         ratio: share of its candidates that a head keeps on average, in (0, 1]; 0 if `pairs` gives their number.
         pairs: candidates that a head keeps on average, one number for all layers or one for each.
+        kept: where the kept candidates are: "packed" copies, or in their "pages", which then hold every position. A
+            block-causal model has later blocks choose among all keys once more, so that they stay in their pages.
     """
 
     window: str = "response"
@@ -35,10 +39,12 @@ class KVPlan:
     every: int = 0
     ratio: float = 0.0
     pairs: tuple[int, ...] = ()
+    kept: str = PACKED
 
     def __post_init__(self) -> None:
-        if self.window not in WINDOWS:
-            raise UnknownName("window", str(self.window), WINDOWS)
+        for what, value, known in (("window", self.window, WINDOWS), ("place of kept keys", self.kept, KEPT)):
+            if value not in known:
+                raise UnknownName(what, str(value), known)
         for name, steps in (("delay", self.delay), ("every", self.every)):
             if type(steps) is not int or steps < 0:
                 raise InputError(f"{name} must be an integer of at least 0, got {steps!r}.")
@@ -50,6 +56,11 @@ class KVPlan:
     def repacks(self) -> bool:
         """True if kept entries get new values later, so that their positions must be stored."""
         return self.window == "response"
+
+    @property
+    def of_later_blocks(self) -> KVPlan:
+        """The same for a block-causal model, whose keys are final: where windows are blocks, each chooses among all."""
+        return replace(self, kept=PAGES) if self.window == "block" else self
 
     def kept_from(self, prompt: int, unit: int) -> int:
         """First position of a block-causal sequence that keeps its place in the cache after keys were chosen.

@@ -56,8 +56,9 @@ class KVSelection:
 
     def _after_prefill(self, recipe: Recipe, name: str) -> Recipe:
         """The same for a block-causal model, whose keys before the block are final and in the cache."""
-        phases = (recipe.phase("prefill"), *self._phases(recipe, replace(self.select, cached=True)))
-        return replace(recipe, name=name, phases=phases, kv=self.plan)
+        kv = self.plan.of_later_blocks
+        phases = (recipe.phase("prefill"), *self._phases(recipe, replace(self.select, cached=True, kept=kv.kept)))
+        return replace(recipe, name=name, phases=phases, kv=kv)
 
     def _phases(self, recipe: Recipe, select: SparseKV) -> tuple[Phase, ...]:
         """The recipe's step twice: where some sequence chooses, and where all of them reuse."""

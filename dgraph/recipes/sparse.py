@@ -295,7 +295,7 @@ class DLLMServe(DLLMServeKeys, BlockRows):
 
     A step that chooses takes, for each KV head, the positions whose keys fit the block's mean query best, pooled over
     neighbours (Eq. 6); see `KeysAroundBlock`. The steps after it forward the block alone. In a block-causal model all
-    steps do. Its steps that see everything read the cache, which keeps all keys for the blocks to come.
+    steps do. All keys stay in the cache for the blocks to come, and a choice is a list of positions in it.
 
     If a step before the one that chooses opens a block, the published code has it commit the block's first position,
     whatever its confidence. The paper does not say so. Other tokens of that step, if it decodes several, follow by

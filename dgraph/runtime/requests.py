@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from dgraph.lowering.program import Program
+from dgraph.plans.kv import PAGES
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.store import KVStore
@@ -208,7 +209,7 @@ def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tu
 
 def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | None) -> int:
     """First position whose keys stay in the paged cache; kept keys before it are packed. 0 without packed keys."""
-    if packed is None:
+    if packed is None or packed.plan.kept == PAGES:
         return 0
     if spec.attention != "block_causal":
         return prompt - spec.logit_shift

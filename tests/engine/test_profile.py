@@ -152,7 +152,7 @@ def test_keys_and_values_in_float8_count_as_they_are_stored(family: str, recipe:
     assert plain.kv_cost.position - rounded.kv_cost.position == vectors * less
     assert rounded.kv_cost.page_bytes < plain.kv_cost.page_bytes
     for one, other in zip(plain.kv_cost.packed, rounded.kv_cost.packed, strict=True):
-        assert one[1] - other[1] == 2 * less
+        assert (one[1], other[1]) == (4, 4), "positions"
     session = tiny.optimized(recipe, kv_dtype="fp8")._session
     assert session.kv.position_bytes == rounded.kv_cost.position
 
@@ -165,7 +165,8 @@ def test_packed_keys_have_no_pages_where_they_were(family: str) -> None:
     spec = made.spec
     layers, head = spec.layers, spec.head_dim * 4
     assert cost.position == layers * 2 * spec.kv_heads * head
-    assert {layer[1:3] for layer in cost.packed} <= {(2 * head, spec.kv_heads), (2 * head + 4, spec.kv_heads)}
+    entry = 4 if spec.attention == "block_causal" else 2 * head + 4
+    assert {layer[1:3] for layer in cost.packed} == {(entry, spec.kv_heads)}
     assert len(cost.packed) == layers
     block = spec.block_length
     length, response = 10 * block, 2 * block
@@ -174,11 +175,30 @@ def test_packed_keys_have_no_pages_where_they_were(family: str) -> None:
     assert cost.sequence(length, response) == -(-pages // block) * block * cost.position + layers * entries
 
 
+def test_keys_that_later_blocks_choose_from_take_no_more_than_their_positions() -> None:
+    """Of 1,024 tokens with a response of 128, half of which a head keeps; focus drops rows, and no keys."""
+
+    def bytes_of(name: str, recipe: str, **options: Any) -> tuple[int, dgraph.ModelSpec]:
+        made = dgraph.optimize(name, recipe, backend="eager", **options)
+        return profile(made, rows=64, measured=False).kv_cost.sequence(1024, 128), made.spec
+
+    for dtype, most in ((None, 1.008), ("fp8", 1.028)):
+        dense, spec = bytes_of("tiny_sdar", "dense", kv_dtype=dtype)
+        assert dense == 1024 * spec.layers * spec.kv_heads * 2 * (spec.head_dim + 4 if dtype else spec.head_dim * 4)
+        positions = spec.layers * spec.kv_heads * 4 * (512 + 1)  # and a count of each head
+        for recipe in ("dllm_serve", "sparse_dllm", "dllm_serve+focus"):
+            assert bytes_of("tiny_sdar", recipe, kv_dtype=dtype)[0] == dense + positions
+        assert dense + positions < most * dense
+
+
 def test_a_window_of_the_response_leaves_its_prompt_out() -> None:
     plan = KVPlan(window="response", pairs=(4,))
     cost = KVCost(position=100, page=8, plan=plan, packed=((0, 10, 2, 8), (1, 10, 2, 8)), causal=True, block=4, shift=0)
     assert cost.sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)  # from position 16 on
     assert replace(cost, causal=False, shift=1).sequence(32, 10) == 2 * 8 * 100 + 2 * (10 * 4 * 2 + 8)
+    for causal in (False, True):
+        paged = replace(cost, causal=causal, plan=replace(plan, kept="pages"))
+        assert paged.sequence(32, 10) == 4 * 8 * 100 + 2 * (10 * 4 * 2 + 8), "every position has a place in the pages"
     anywhere = replace(cost, page=1, after=4)  # blocks begin anywhere, and the window where the prompt ends
     assert anywhere.sequence(33, 10) == (10 + 4) * 100 + 2 * (10 * 4 * 2 + 8)
     assert KVCost.from_json(json.loads(json.dumps(cost.to_json()))) == cost

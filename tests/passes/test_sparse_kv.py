@@ -10,7 +10,7 @@ import pytest
 from dgraph.errors import InputError, PassError
 from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
-from dgraph.passes import PASSES, ChunkLMHead, EvictTokens, FuseProjections, PartialAttention, SparseKV
+from dgraph.passes import PASSES, CacheKV, ChunkLMHead, EvictTokens, FuseProjections, PartialAttention, SparseKV
 from dgraph.passes.base import Pass, Report, pass_from_json
 from dgraph.passes.manager import run_passes
 from dgraph.passes.sparse_kv import SELECTORS
@@ -62,6 +62,35 @@ def test_it_fires_once_per_attention(name: str, reuse: bool, cached: bool, selec
     assert set(before.inputs) <= set(graph.inputs)
     assert [args_of(n)[-1] for n in graph.find("sparse_attention")] == [not reuse for _ in layers]
     assert [args_of(n)[-2] for n in graph.find("sparse_attention")] == layers
+
+
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+@pytest.mark.parametrize("reuse", [False, True])
+def test_keys_that_stay_in_pages_are_read_there(reuse: bool, dtype: str | None) -> None:
+    """Nothing is packed but their positions, which both programs have."""
+    before = rewritten(family_of("sdar").packed, CacheKV(dtype))
+    graph = rewritten(before, SparseKV("block", reuse=reuse, cached=True, kept="pages"))
+    layers = list(range(before.spec.layers))
+    added = {
+        "window",
+        "action",
+        "pack_start",
+        *(f"{kind}_{i}" for kind in ("pack_count", "pack_index") for i in layers),
+    }
+    assert set(graph.inputs) - set(before.inputs) == added | (set() if reuse else {"key_positions", "cu_keys"})
+    for layer in layers:
+        (read,), index = graph.find("sparse_attention", layer), graph.input(f"pack_index_{layer}")
+        stored = dict(zip(OPS["sparse_attention"].arguments, args_of(read), strict=True))
+        assert stored["pack_index"] is index
+        assert [stored[name] for name in ("k_pack", "v_pack", "k_pack_scale", "v_pack_scale")] == [None] * 4
+        scales = [graph.input(f"{kind}_scale_{layer}") for kind in "kv"] if dtype else [None, None]
+        assert [stored["k_cache_scale"], stored["v_cache_scale"]] == scales
+        assert (stored["k_scale"] is None) == (reuse or dtype is None)
+        for pack in graph.find("kv_pack", layer):
+            given = dict(zip(OPS["kv_pack"].arguments, args_of(pack), strict=False))
+            assert given["pack_index"] is index
+            assert [given[name] for name in ("k", "v", "k_pack", "v_pack")] == [None] * 4
+            assert "k_scale" not in given
 
 
 def test_settings_go_to_the_ops() -> None:
@@ -136,6 +165,7 @@ def test_a_layer_writes_its_keys_once(writes: int) -> None:
             r"selector must be one of 'mask_voting', 'snapkv', 'h2o', 'block', 'shared', got 'best'",
         ),
         ({"heads": "all"}, r"heads must be one of 'uniform', 'mass', 'adaptive', got 'all'"),
+        ({"kept": "page"}, r"kept must be one of 'packed', 'pages', got 'page'"),
         ({"pooling": "min"}, r"pooling must be one of 'max', 'mean', got 'min'"),
         ({"ratio": 1.5}, r"ratio must be a number in \(0, 1\], or 0 if pairs says how many, got 1\.5"),
         ({"ratio": True}, r"ratio must be a number in \(0, 1\]"),
@@ -163,7 +193,9 @@ def test_pairs_by_layer_are_as_many_as_layers() -> None:
         rewritten(family_of("sdar").cached, SparseKV(ratio=0, pairs=(3, 4)))
 
 
-@pytest.mark.parametrize("sparse", [SparseKV(), SparseKV("block", 0, (3, 4), "mass", 0.1, 5, "mean", 2, True, True)])
+@pytest.mark.parametrize(
+    "sparse", [SparseKV(), SparseKV("block", 0, (3, 4), "mass", 0.1, 5, "mean", 2, True, True, "pages")]
+)
 def test_it_reads_back_from_json(sparse: SparseKV) -> None:
     read = pass_from_json(json.loads(json.dumps(sparse.to_json())), PASSES)
     assert read == sparse
@@ -174,7 +206,7 @@ def test_it_reads_back_from_json(sparse: SparseKV) -> None:
 def test_dumps(phase: str, reuse: bool) -> None:
     """Of a block-causal model, whose keys are read from the cache, and a bidirectional one."""
     for name, model, sparse in (
-        ("qwen3", "sdar", SparseKV("block", 0.5, pool=3, cached=True, reuse=reuse)),
+        ("qwen3", "sdar", SparseKV("block", 0.5, pool=3, cached=True, reuse=reuse, kept="pages")),
         ("llada", "llada", SparseKV("mask_voting", 0.0, (8,), "mass", 0.1, reuse=reuse)),
     ):
         graph = rewritten(family_of(model).cached, FuseProjections(), sparse, ChunkLMHead())

@@ -111,13 +111,15 @@ def test_a_budget_of_everything_is_the_dense_program(name: str, settings: dict[s
         assert near(sparse, want) == (action == SELECT), "a step that selects sees all keys, others what is kept"
 
 
-@pytest.mark.parametrize("name", ["sdar", "sdar_moe", "llada2"])
-def test_keys_to_select_from_may_be_cached(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"), [("sdar", "pages"), ("sdar", "packed"), ("sdar_moe", "packed"), ("llada2", "pages")]
+)
+def test_keys_to_select_from_may_be_cached(name: str, kept: str) -> None:
     """Whole sequences are cached by the dense program; then steps forward the windows alone."""
     dense = family_of(name).cached
-    everything = {"selector": "block", "ratio": 1.0, "cached": True}
+    everything = {"selector": "block", "ratio": 1.0, "cached": True, "kept": kept}
     select, reuse = (rewritten(dense, SparseKV(**everything, reuse=r)) for r in (False, True))
-    few = rewritten(dense, SparseKV("block", 0.4, cached=True))
+    few = rewritten(dense, SparseKV("block", 0.4, cached=True, kept=kept))
     memory = caches_of(dense)
     interpret(dense, {**step(True, DENSE), **memory})
     for action, decoded in ((DENSE, 1), (SELECT, 2), (REUSE, 3)):

@@ -63,6 +63,7 @@ ADAPTIVE: dict[str, Any] = {"ratio": 0.4, "heads": "adaptive", "floor": 0.2, "po
         (DREAM, 4, {"selector": "h2o", "ratio": 0.4}),
         (DREAM, 4, {"selector": "block", "ratio": 0.0, "pairs": (3,), "pool": 3}),
         (DREAM, 4, {"selector": "block", **ADAPTIVE}),
+        (DREAM, 4, {"selector": "block", **ADAPTIVE, "kept": "pages"}),
     ],
     ids=str,
 )

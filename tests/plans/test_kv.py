@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import pytest
@@ -19,6 +19,15 @@ def test_a_plan_is_a_value() -> None:
     assert KVPlan(ratio=1).window == "response"
     with pytest.raises(FrozenInstanceError):
         plan.delay = 2  # type: ignore[misc]
+
+
+def test_keys_that_later_blocks_choose_from_stay_in_their_pages() -> None:
+    for window, kept in (("block", "pages"), ("response", "packed")):
+        plan = KVPlan(window, ratio=0.5)
+        assert (plan.kept, plan.of_later_blocks.kept) == ("packed", kept)
+        assert replace(plan.of_later_blocks, kept="packed") == plan
+    with pytest.raises(UnknownName, match=r"unknown place of kept keys 'page'\. Did you mean 'pages'"):
+        KVPlan("block", ratio=0.5, kept="page")
 
 
 def test_only_a_response_gets_new_values() -> None:
@@ -56,7 +65,9 @@ def test_heads_of_a_rank_may_use_the_budgets_of_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [KVPlan(ratio=0.25), KVPlan("block", 2, 3, 1.0), KVPlan(pairs=(3,)), KVPlan(pairs=(3, 0, 5))], ids=str
+    "plan",
+    [KVPlan(ratio=0.25), KVPlan("block", 2, 3, 1.0), KVPlan(pairs=(3,)), KVPlan(pairs=(3, 0, 5), kept="pages")],
+    ids=str,
 )
 def test_json_says_all_of_a_plan(plan: KVPlan) -> None:
     assert KVPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan

@@ -180,12 +180,16 @@ def test_phases_and_plans() -> None:
 
     blocks = build(RECIPES, "dllm_serve+focus", CAUSAL, {"count": "device"})
     assert [p.name for p in blocks.phases] == ["prefill", "select", "step"]
+    for name, place in (("dllm_serve", "pages"), ("sparse_dllm+focus", "pages"), ("maskkv", "packed")):
+        made = build(RECIPES, name, CAUSAL, {})
+        selects = [p for phase in made.phases for p in phase.passes if isinstance(p, SparseKV)]
+        assert [made.kv.kept, *(p.kept for p in selects)] == [place] * 3  # type: ignore[union-attr]
     assert (blocks.plan, blocks.block_cache) == (None, "dc+")
     assert isinstance(blocks.phase("prefill").passes[-1], OnlyKV)
     kinds = [type(p) for p in blocks.phase("select").passes]
     assert kinds.index(EvictTokens) < kinds.index(SparseKV) < kinds.index(ChunkLMHead) < kinds.index(CountRows)
-    assert SparseKV("block", 0.5, pool=3, cached=True) in blocks.phase("select").passes
-    assert SparseKV("block", 0.5, pool=3, cached=True, reuse=True) in blocks.phase("step").passes
+    assert SparseKV("block", 0.5, pool=3, cached=True, kept="pages") in blocks.phase("select").passes
+    assert SparseKV("block", 0.5, pool=3, cached=True, reuse=True, kept="pages") in blocks.phase("step").passes
 
 
 def test_options_of_a_combination_reach_both_parts() -> None:

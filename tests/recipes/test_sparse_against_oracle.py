@@ -13,6 +13,7 @@ from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.ops.kv.scales import unscaled
 from dgraph.recipes import RECIPES, build
+from dgraph.runtime.results import SequenceKV
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
 from tests.oracle import sparse
@@ -92,14 +93,18 @@ def setups() -> dict[str, Setup]:
     return {family: setup_of(family) for family in FAMILIES}
 
 
-def packed(run: CompiledModel, sequence: int, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [n, D] that each head of a sequence has packed."""
+def kept(run: CompiledModel, sequence: int, layer: int, held: SequenceKV) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [n, D] that each head of a sequence keeps: packed, or in its pages."""
     found = run._session.packed
     assert found is not None
     caches = found.tensors()
-    counts = caches[f"pack_count_{layer}"][sequence].tolist()
-    start = int(caches["pack_start"][layer, sequence])
+    count = caches[f"pack_count_{layer}"][sequence]
+    counts, start = count.tolist(), int(caches["pack_start"][layer, sequence])
     run_of = slice(start, start + sum(counts))
+    if found.plan.kept == "pages":
+        assert not any(name.startswith(("k_pack", "v_pack")) for name in caches)
+        at = caches[f"pack_index_{layer}"][run_of], torch.arange(len(counts)).repeat_interleave(count)
+        return list(zip(*(x[at].split(counts) for x in held.layers[layer]), strict=True))
     scales = [caches.get(f"{kind}_pack_scale_{layer}") for kind in "kv"]
     k, v = (
         unscaled(caches[f"{kind}_pack_{layer}"][run_of].clone(), by if by is None else by[run_of], torch.float32)
@@ -127,7 +132,7 @@ def check(setup: Setup, block: int, run: CompiledModel, rule: str, method: Metho
         first = result.kv[i].first
         assert first == len(prompt) - setup.shift
         for layer in range(LAYERS):
-            for (k, v), head in zip(packed(run, i, layer), trace.memory.kept[layer], strict=True):
+            for (k, v), head in zip(kept(run, i, layer, result.kv[i]), trace.memory.kept[layer], strict=True):
                 torch.testing.assert_close(k, head.k, rtol=near, atol=near)
                 torch.testing.assert_close(v, head.v, rtol=near, atol=near)
             for got, want in zip(result.kv[i].layers[layer], (trace.memory.k, trace.memory.v), strict=True):

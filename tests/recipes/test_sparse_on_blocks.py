@@ -17,7 +17,7 @@ from tests.oracle.sparse import Method
 from tests.oracle.sparse_blocks import SparseBlocks
 from tests.recipes.block_causal import optimized, steps_of
 from tests.recipes.block_dyllm import BLOCK, EOS, LAYERS, NEW, oracle_of, setup_of
-from tests.recipes.test_sparse_against_oracle import packed
+from tests.recipes.test_sparse_against_oracle import kept
 
 RULES: dict[str, dict[str, Any]] = {"threshold": {"threshold": 0.7}, "steps": {"steps": 5}}
 
@@ -85,7 +85,7 @@ def check(family: str, run: CompiledModel, method: Method, rule: dict[str, Any],
         first = blocks.first if method.window == "response" else 0
         assert (result.kv[i].first, result.kv[i].committed) == (first, trace.committed_end)
         for layer in range(LAYERS):
-            heads = packed(run, i, layer)
+            heads = kept(run, i, layer, result.kv[i])
             assert len(heads) == len(blocks.kept[layer])
             for (k, v), head in zip(heads, blocks.kept[layer], strict=True):
                 torch.testing.assert_close(k, head.k, rtol=near, atol=near)

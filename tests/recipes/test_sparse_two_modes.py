@@ -25,7 +25,7 @@ from tests.oracle.sparse import Method
 from tests.oracle.sparse_blocks import SparseTwoModes
 from tests.recipes.block_causal import LAYERS, Setup, new_tokens, optimized
 from tests.recipes.test_focus_two_modes import BLOCK, FORMS, setup_of
-from tests.recipes.test_sparse_against_oracle import packed
+from tests.recipes.test_sparse_against_oracle import kept
 from tests.recipes.test_sparse_on_blocks import CASES
 
 ALL = 999
@@ -73,7 +73,7 @@ def check(setup: Setup, run: CompiledModel, method: Method) -> None:
         first = forward.first if method.window == "response" else 0
         assert (result.kv[i].first, result.kv[i].committed) == (first, trace.final)
         for layer in range(LAYERS):
-            heads = packed(run, i, layer)
+            heads = kept(run, i, layer, result.kv[i])
             assert len(heads) == len(forward.kept[layer])
             for got, head in zip(heads, forward.kept[layer], strict=True):
                 for one, other in zip(got, (head.k, head.v), strict=True):

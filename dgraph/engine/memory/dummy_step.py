@@ -100,6 +100,8 @@ class DummyStep:
             each = self.entries(spec.layer or 0, heads[spec.layer])
             if spec.shape[0] == "sequences":
                 return torch.full((self.sequences, heads[spec.layer]), each // heads[spec.layer], dtype=spec.dtype)
+            if spec.name == f"pack_index_{spec.layer}":  # as if every head had chosen its first candidates
+                return (torch.arange(each) % max(1, each // heads[spec.layer])).to(spec.dtype)
             sizes["entries"] = each
         shape = [size if isinstance(size, int) else sizes[without_window(size)] for size in spec.shape]
         if spec.per == "row" and spec.dtype == torch.bool:

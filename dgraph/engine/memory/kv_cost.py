@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgraph.errors import InputError
-from dgraph.plans.kv import KVPlan
+from dgraph.plans.kv import PAGES, KVPlan
 from dgraph.runtime.kv.store import ring_size
 from dgraph.runtime.requests import step_rows
 from dgraph.spec import ModelSpec
@@ -103,7 +103,7 @@ class KVCost:
 
     def _absent(self, prompt: int) -> int:
         """Positions at the beginning of a sequence that have no place in the pages, since the kept keys are packed."""
-        if self.plan is None:
+        if self.plan is None or self.plan.kept == PAGES:
             return 0
         if not self.causal:
             return max(prompt - self.shift, 0)

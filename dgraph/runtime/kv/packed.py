@@ -51,8 +51,9 @@ class _Runs:
 class PackedKV:
     """Packed caches of all layers.
 
-    Each layer has the caches [entries, ...] that its passes declared (keys, values, positions). It also has the number
-    of entries of each head of each sequence, i32[sequences, Hkv], and the first entry of each sequence.
+    Each layer has the caches [entries, ...] that its passes declared: keys, values and positions, or positions alone of
+    keys that stay in their pages. It also has the number of entries of each head of each sequence, i32[sequences, Hkv],
+    and the first entry of each sequence.
 
     A slot owns a run of entries in every layer; its length is the most that the plan lets its sequence keep. Within a
     run the heads' entries follow one another. Caches grow as needed and keep their entries. Growing replaces the
