@@ -199,7 +199,7 @@ def build_core(
     mixed = MIXED_ROWS if settings.max_mixed_rows is None else settings.max_mixed_rows
     mixed = min(mixed, rows - 2 * block) if session.mixes else 0
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows, mixed)
-    whole = causal and session.packed is None
+    whole = causal and session.paged
     alike = block if spec.aligned else 1
     shares = whole and not session.lasting and not session.kv.windows and settings.prefix_cache is not False
     prefix = PrefixCache(session.kv, alike) if shares else None

@@ -91,7 +91,7 @@ class EngineCore:
         session, block = self.session, self.shape.block
         spec, budgets = session.spec, self.scheduler.budgets
         found = min(self.shape.columns - (0 if spec.aligned else block), room_of(spec, block))
-        if session.packed is not None:  # it keeps pages of a part of the keys alone
+        if not session.paged:  # it keeps pages of a part of the keys alone
             return found
         held = budgets.pages * session.kv.page_size // block * block
         return min(found, held - (block if spec.encoding == "causal" else 0))

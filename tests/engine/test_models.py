@@ -114,6 +114,25 @@ def test_who_gives_way_with_tokens_fixed_ahead_says_the_same_later(
         one.check_as(alone(family, made._session, each, **engine))
 
 
+@pytest.mark.parametrize(("family", "recipe", "pages"), [("sdar", "dllm_serve", 9), ("fast_dllm_v2", "sparse_dllm", 9)])
+def test_keys_that_are_chosen_in_pages_share_these_and_grow(family: str, recipe: str, pages: int) -> None:
+    """Prompts that begin alike share pages, and who gives way for want of pages says the same later."""
+    model = families()[family].random(0)
+    made = optimize(replace(model, spec=replace(model.spec, eos_ids=())), recipe, backend="eager")
+    block, decoding = made.spec.block_length, Decoding(max_new_tokens=40, threshold=0.6)
+    begin = tuple(range(4, 4 + 2 * block + 1))
+    asked = [Asked((*begin, 40 + n), decoding, turn=2 * n) for n in range(3)]
+    kv, engine = made._session.kv, {"max_tokens": 128, "max_mixed_rows": 0, "prepare": made._prepare}
+    size = pages * kv.page_size * kv.position_bytes
+    turns = Turns(made._session, asked, max_sequences=3, pages="block", prefix_cache=True, kv_bytes=size, **engine)
+    told = turns.run()
+    assert turns.core.totals.preempted > 0
+    assert turns.core.prefix is not None
+    assert turns.core.prefix.found > 0
+    for one, each in zip(told, asked, strict=True):
+        one.check_as(alone(f"{family} {recipe}", made._session, each, **engine))
+
+
 @st.composite
 def schedules(draw: st.DrawFn, tiny: TinyModel, hot: bool = True) -> list[Asked]:
     rules = RULES if hot else [rule for rule in RULES if "temperature" not in rule]

@@ -17,7 +17,7 @@ from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.kv.scales import unscaled
 from dgraph.ops.statistics import declare, kept_rows
 from dgraph.plans.block_cache import BlockCache
-from dgraph.plans.kv import KVPlan
+from dgraph.plans.kv import PAGES, KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.ranks.groups import Alone, Group
 from dgraph.runtime.checks import check_canvases, check_keep_kv, check_modes, check_request, check_rule, check_session
@@ -133,6 +133,11 @@ class BlockSession:
         self.kv = KVStore(caches, page_size=size, device=self.device, prefilled=written)
         entries = [spec for spec in inputs if spec.per == "packed"]
         self.packed = None if kv is None else PackedKV(entries, spec.layers, kv, self.device)
+
+    @property
+    def paged(self) -> bool:
+        """True if the keys of every position stay in the pages, so that sequences may share them or get more."""
+        return self.packed is None or self.packed.plan.kept == PAGES
 
     @property
     def lasting(self) -> bool:
