@@ -1,6 +1,6 @@
 """Times of the Triton kernels at the shapes of SDAR-8B, next to library kernels and to the bytes they must move.
 
-    python -m benchmarks.kernels [--only attention focus head] [--tilings] [--json FILE]
+    python -m benchmarks.kernels [--only attention kept focus head] [--tilings] [--json FILE]
 
 Every time is a call inside a CUDA graph: the median over replays of a graph that holds many calls on different
 data, so that nothing is found in the L2 cache that a model would not find there. A floor is the bytes that the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ HEADS, KV_HEADS, D, HIDDEN, VOCAB, MASK = 32, 8, 128, 4096, 151_936, 151_669
 ATTENTION = ((64, 32, 1024), (64, 8, 1024), (64, 4, 1024), (16, 32, 4096), (256, 8, 512), (1, 32, 1024))
 # Positions per page: the block length, and what lets the bulk copy engine take more keys at once.
 PAGES = (32, 128)
+KEPT = tuple((b, keys) for b in (32, 8) for keys in (1024, 2048, 4096, 8192))
+"""Sequences, and keys in front of the block, of which each KV head keeps half."""
 
 
 def milliseconds(calls: Sequence[Callable[[], Any]], replays: int = 15) -> float:
@@ -126,6 +129,86 @@ def _tilings(report: Report, sets: Sequence[Attention], floor: float, title: str
     report.table(f"tilings for {title}", ["tiling", "ms", "/ floor"], lines[:10])
 
 
+class Kept:
+    """One set of inputs: b sequences of 32 rows over half of `keys` keys, another half for each head, and their block.
+
+    The kept keys are packed copies, or are read in their pages by their positions.
+    """
+
+    ROWS = 32
+
+    def __init__(self, b: int, keys: int, page: int):
+        self.b, self.dense = b, Attention(b, self.ROWS, -(-(keys + self.ROWS) // page) * page, page)
+        self.dense.limit.fill_(keys + self.ROWS)
+        chosen = torch.rand(b, KV_HEADS, keys, device="cuda").topk(keys // 2).indices.sort().values
+        self.index, at = chosen.int().flatten(), chosen.flatten(1)
+        slots = self.dense.table.gather(1, at // page).long() * page + at % page
+        head = torch.arange(KV_HEADS, device="cuda").repeat_interleave(keys // 2)
+        self.packs = [cache.flatten(0, 1)[slots, head].flatten(0, 1) for cache in self.dense.caches]
+        start = torch.arange(0, len(self.index), KV_HEADS * keys // 2, device="cuda")
+        self.where = torch.full((b, KV_HEADS), keys // 2, device="cuda").int(), start.int()[None]
+        self.window = torch.tensor([[keys, keys + self.ROWS]] * b, dtype=torch.int32, device="cuda")
+
+    def attend(self, in_pages: bool, tiling: Any = None) -> Tensor:
+        own, none = self.dense, random(0, KV_HEADS, D)
+        entries = (None, None) if in_pages else self.packs
+        rows = torch.empty(0, dtype=torch.int64, device="cuda"), own.cu_rows, own.cu_rows, own.limit, self.window
+        caches = (own.q, none, none, *own.caches, own.table, *entries, *self.where)
+        index = self.index if in_pages else None
+        args = (*caches, *rows, torch.zeros_like(self.window[:, 0]), D**-0.5, 0, False, *[None] * 6, index)
+        if tiling is None:
+            return OPS["sparse_attention"].overload(*args)
+        from dgraph.ops.attention.triton.sparse_attention import kernel
+
+        return kernel(*args, tiling=tiling)
+
+    def error(self) -> float:
+        return float((self.attend(True).double() - self.attend(False).double()).abs().max())
+
+
+def kept(report: Report, bandwidth: float, tilings: bool) -> None:
+    """sparse_attention over keys that are kept packed and in their pages, in turns, and over all keys."""
+    lines: list[list[Cell]] = []
+    for b, keys in KEPT:
+        size = 2 * 2 * D * b * (KV_HEADS * (keys // 2 + Kept.ROWS) + HEADS * Kept.ROWS)
+        for page in PAGES:
+            sets = [Kept(b, keys, page) for _ in range(max(2, min(16, int(COLD / size) + 1)))]
+            calls = {
+                "packed": [partial(s.attend, False) for s in sets],
+                "pages": [partial(s.attend, True) for s in sets],
+                "all": [s.dense.paged for s in sets],
+            }
+            turns = [{name: milliseconds(each, 7) for name, each in calls.items()} for _ in range(5)]
+            took = {name: sorted(turn[name] for turn in turns)[2] for name in calls}
+            ratios = [took["pages"] / took["packed"], took["all"] / took["pages"], took["pages"] * bandwidth / size]
+            lines.append([f"{b}, {keys}", page, *(1e3 * t for t in took.values()), *ratios, f"{sets[0].error():.1e}"])
+            if tilings and (keys, page) == (4096, 128):
+                _stages(report, sets, f"{b}, {keys}; page {page}")
+    columns = ["b, keys", "page", "packed us", "in pages us", "all keys us", "in pages / packed", "all / in pages"]
+    note = "Blocks of 32 rows, half of the keys for each head, bf16; medians of five turns. Error: largest difference."
+    report.table("sparse_attention", [*columns, "in pages / floor", "error"], lines, note)
+
+
+def _stages(report: Report, sets: Sequence[Kept], title: str) -> None:
+    from dgraph.ops.attention.triton.attention_tiling import multiprocessors
+    from dgraph.ops.attention.triton.sparse_attention import tiling_for
+
+    own, cores = sets[0], multiprocessors(torch.device("cuda"))
+    sizes = len(own.dense.q), own.b, (HEADS, KV_HEADS), D, len(own.index), 2, cores
+    lines: list[list[Cell]] = []
+    for in_pages in (False, True):
+        found = tiling_for(*sizes, dense=False, in_pages=in_pages)
+        for stages in (2, 3, 4, 5, 7):
+            tiling = replace(found, kept_stages=stages)
+            try:
+                took = milliseconds([partial(s.attend, in_pages, tiling) for s in sets], 7)
+            except Exception as error:  # too much shared memory, say: not a tiling for this device
+                print(tiling, str(error).partition("\n")[0])
+                continue
+            lines.append(["in pages" if in_pages else "packed", stages, str(found.kept), 1e3 * took])
+    report.table(f"stages for {title}", ["kept", "stages", "tiling", "us"], lines)
+
+
 def focus(report: Report, bandwidth: float) -> None:
     """What eviction adds to a step: importance twice, selection, the kept list and the compaction."""
     for b in (64, 256):
@@ -219,9 +302,9 @@ def _head_line(rows: int, weights: Sequence[Tensor], bandwidth: float) -> list[C
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sections = ("attention", "focus", "head")
+    sections = ("attention", "kept", "focus", "head")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections)
-    parser.add_argument("--tilings", action="store_true", help="time other block sizes of paged_attention as well")
+    parser.add_argument("--tilings", action="store_true", help="time other sizes of the attention kernels as well")
     parser.add_argument("--json", type=Path, help="write the tables to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     options = parser.parse_args(argv)
@@ -234,6 +317,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.table("device", ["measure", "value"], [["copy, read + written, TB/s", bandwidth / 1e9]])
     if "attention" in options.only:
         attention(report, bandwidth, options.tilings)
+    if "kept" in options.only:
+        kept(report, bandwidth, options.tilings)
     if "focus" in options.only:
         focus(report, bandwidth)
     if "head" in options.only:
