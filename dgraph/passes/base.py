@@ -96,7 +96,9 @@ class Pass:
     Subclasses are frozen dataclasses, state their `effect`, and implement `run`. A pass that adds, removes or renames
     run-time inputs or outputs lists their names in `signature`; one that replaces weights sets `changes_weights`. The
     verifier refuses a pass that changes anything that it does not declare here. `papers` are the publications that it
-    implements. `carries` names values that its steps update by what changes in all keys, so that no key may be dropped.
+    implements. `carries` names values that its steps update by what changes in all keys, so that no
+    key and no row may be dropped. `reuses` names what rows of a layer may take from an earlier step, as a saliency gate
+    does. `evicts` is True if rows leave the program before its last layer.
 
         @dataclass(frozen=True)
         class Mine(Pass):
@@ -118,6 +120,8 @@ class Pass:
     changes_weights: ClassVar[bool] = False
     papers: ClassVar[tuple[Paper, ...]] = ()
     carries: ClassVar[str] = ""
+    reuses: ClassVar[str] = ""
+    evicts: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -167,6 +171,8 @@ _DECLARED: dict[str, tuple[type, str]] = {
     "changes_weights": (bool, "True or False"),
     "papers": (tuple, "a tuple of dgraph.plans.papers.Paper"),
     "carries": (str, "a text"),
+    "reuses": (str, "a text"),
+    "evicts": (bool, "True or False"),
 }
 """Declarations of the class of a pass, with their types and how to write them."""
 

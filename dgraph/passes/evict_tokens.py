@@ -112,6 +112,7 @@ class EvictTokens(Pass):
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     papers: ClassVar[tuple[Paper, ...]] = (FOCUS.at("section 4 and appendix E"),)
+    evicts: ClassVar[bool] = True
     summary: ClassVar[str] = "evicts rows that will not be decoded, after layer `after` (FOCUS)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {"candidate", "masked", "reached", "block_step", "noise", "script", "kept", "score"}

@@ -66,6 +66,7 @@ class GateFFN(Pass):
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     papers: ClassVar[tuple[Paper, ...]] = (DYLLM.at("section 4; algorithm 3, lines 11 to 14"),)
+    reuses: ClassVar[str] = "outputs of rows whose attention context has not changed"
     summary: ClassVar[str] = "feed-forward networks run on rows whose attention context has changed (DyLLM)"
     signature: ClassVar[frozenset[str]] = salience.INPUTS | {"f_cache_*"}
 

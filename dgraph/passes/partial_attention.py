@@ -21,6 +21,8 @@ from dgraph.types.nodes import args_of, op_name
 
 aten = torch.ops.aten
 
+CONTEXTS = "attention contexts, which it updates by what changes in all keys"
+
 
 @dataclass(frozen=True)
 class PartialAttention(Pass):
@@ -63,7 +65,7 @@ class PartialAttention(Pass):
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     papers: ClassVar[tuple[Paper, ...]] = (DYLLM.at("section 4; algorithms 3 and 4"),)
-    carries: ClassVar[str] = "attention contexts, which it updates by what changes in all keys"
+    reuses: ClassVar[str] = "keys and values of rows whose attention context has not changed"
     summary: ClassVar[str] = "keys and values of salient rows only, attention updated by what they changed (DyLLM)"
     signature: ClassVar[frozenset[str]] = salience.INPUTS | {salience.CHANGED.name}
     changes_weights: ClassVar[bool] = True
@@ -72,6 +74,11 @@ class PartialAttention(Pass):
         object.__setattr__(self, "tau", salience.checked(self.tau))
         if not isinstance(self.update, bool):
             raise InputError(f"update must be True or False, got {self.update!r}.")
+
+    @property
+    def carries(self) -> str:  # type: ignore[override]
+        """See `Pass`; without `update`, contexts are computed anew."""
+        return CONTEXTS if self.update else ""
 
     @staticmethod
     def obstacle(spec: ModelSpec) -> str:
@@ -169,8 +176,8 @@ def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
     rows = graph.row_set(args_of(writes[0])[0])
     if update and salience.of_masked(graph, attention):
         return "it runs on masked rows alone, so there is no context of the others to update; use update=False"
-    if graph.row_set(attention) != rows and not salience.of_masked(graph, attention):
-        return "rows are evicted between the layer's keys and its attention"
+    if update and graph.row_set(attention) != rows:
+        return "rows are evicted between the layer's keys and its attention, whose contexts would miss an update"
     if graph.find("least_similar", layer) + graph.find("least_drifted", layer):
         return "the layer runs on the rows whose values have changed already"
     if layer:

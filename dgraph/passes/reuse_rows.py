@@ -75,6 +75,7 @@ class ReuseRows(Pass):
         DLLM_CACHE.at("adaptive update of the response"),
         MASKKV.at("appendix A.9, algorithm 5"),
     )
+    reuses: ClassVar[str] = "outputs of rows whose values have changed least"
     summary: ClassVar[str] = "layers run on the rows whose values have changed most (dLLM-Cache)"
     signature: ClassVar[frozenset[str]] = frozenset(
         {salience.FULL.name, ADAPT.name, salience.SALIENT, "a_cache_*", "f_cache_*"}

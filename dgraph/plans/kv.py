@@ -31,7 +31,8 @@ class KVPlan:
         ratio: share of its candidates that a head keeps on average, in (0, 1]; 0 if `pairs` gives their number.
         pairs: candidates that a head keeps on average, one number for all layers or one for each.
         kept: where the kept candidates are: "packed" copies, or in their "pages", which then hold every position. A
-            block-causal model has later blocks choose among all keys once more, so that they stay in their pages.
+            block-causal model has later blocks choose among all keys once more, so that they stay in their pages. So do
+            those of a bidirectional model whose steps keep something of rows outside of the window (a saliency gate).
     """
 
     window: str = "response"
@@ -68,6 +69,13 @@ class KVPlan:
         The window of a response begins with the block in which the prompt ends. Blocks begin at multiples of `unit`.
         """
         return prompt // unit * unit if self.window == "response" else 0
+
+    def paged_from(self, prompt: int, shift: int) -> int:
+        """First position of a bidirectional sequence that has a place in the pages.
+
+        The row that predicts the first position of the response belongs to it: `shift` rows before.
+        """
+        return 0 if self.kept == PAGES else max(prompt - shift, 0)
 
     def candidates(self, prompt: int, response: int) -> int:
         """The most positions outside of the window, for a prompt and a response of these lengths."""

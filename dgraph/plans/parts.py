@@ -64,9 +64,11 @@ def part_from_json(value: Any, kind: str, known: Mapping[str, type[Part]]) -> Pa
 
 
 def check_counts(part: Part) -> None:
-    """Refuse fields that are no integers of at least 0, but for those that are True or False by default."""
+    """Refuse fields that are no integers of at least 0, but for parts and those that are True or False by default."""
     for field in fields(part):
         value = getattr(part, field.name)
+        if isinstance(value, Part):
+            continue
         if isinstance(field.default, bool):
             if not isinstance(value, bool):
                 raise InputError(f"{part.name}: {field.name} must be True or False, got {value!r}.")

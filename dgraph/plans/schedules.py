@@ -7,7 +7,7 @@ compute ahead a schedule that reads `View.step` alone. The loop then reads nothi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ class Schedule(Part, ABC):
     def always(self, view: View) -> Tensor | None:
         """bool[b, T]: rows that are wholly recomputed whenever they are forwarded; None if there are no such rows."""
         return None
+
+    def sparing(self, full_steps: int, every: int = 0) -> Schedule:
+        """The same whole steps, of which few are full: the first steps of a response, and every so many of a block.
+
+        In the other whole steps a program may skip rows that have hardly changed (DyLLM).
+
+        Args:
+            full_steps: full steps at the beginning of a response, at least 1.
+            every: interval of further full steps within a block, in steps, from its first on; 0 for no further ones.
+        """
+        return FewFull(self, full_steps, every)
 
     def __or__(self, other: Schedule) -> Either:
         return Either(self, other)
@@ -74,6 +85,12 @@ class Counted(Schedule):
     def whole(self, view: View) -> Tensor:
         found = self.full(view)
         return found | ((view.step - self.warm_up) % self.widen == 0) if self.widen else found
+
+    def sparing(self, full_steps: int, every: int = 0) -> Schedule:
+        """See `Schedule`. A schedule without full steps of blocks counts its warm-up only, so it stays of this kind."""
+        if self.full_steps or self.every:
+            return super().sparing(full_steps, every)
+        return replace(self, warm_up=full_steps, every=every)
 
 
 @dataclass(frozen=True)
@@ -142,5 +159,39 @@ class Either(Schedule):
         return torch.stack(some).any(dim=0) if some else None
 
 
-SCHEDULES: dict[str, type[Schedule]] = {cls.__name__: cls for cls in (Counted, Apart, FirstShare, Either)}
+@dataclass(frozen=True)
+class FewFull(Schedule):
+    """Steps are whole as under another schedule, and full at the beginning of a response.
+
+    A refresh of the canvas where a block starts is then whole and not full, so a saliency gate may skip rows in it.
+
+    Attributes:
+        of: the schedule that says which steps are whole.
+        full_steps: full steps at the beginning of a response, at least 1.
+        every: interval of further full steps within a block, in steps, from its first on; 0 for no further ones.
+    """
+
+    of: Schedule
+    full_steps: int = 1
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.of, Schedule):
+            raise InputError(f"FewFull: of must be a Schedule, such as Counted(every=4), got {self.of!r}.")
+        check_counts(self)
+        if not self.full_steps:
+            raise InputError("the first step of a response must be a full one; set full_steps to at least 1.")
+
+    def full(self, view: View) -> Tensor:
+        found = view.step < self.full_steps
+        return found | (view.block_step % self.every == 0) if self.every else found
+
+    def whole(self, view: View) -> Tensor:
+        return self.of.whole(view)
+
+    def always(self, view: View) -> Tensor | None:
+        return self.of.always(view)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {cls.__name__: cls for cls in (Counted, Apart, FirstShare, Either, FewFull)}
 """The schedules that come with dgraph, by name."""

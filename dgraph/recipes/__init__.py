@@ -9,13 +9,14 @@ from dgraph.plugins import Table
 from dgraph.recipes.base import Phase, Recipe
 from dgraph.recipes.bidirectional import DKVCache, FastDLLM, Vicinity
 from dgraph.recipes.build import RecipeLike, build, builder_of, check_recipe
-from dgraph.recipes.compose import combine, halves
+from dgraph.recipes.compose import combine, listed
 from dgraph.recipes.costs import Cost
 from dgraph.recipes.dense import Dense
 from dgraph.recipes.dllm_cache import DLLMCache
-from dgraph.recipes.dyllm import DyLLM
+from dgraph.recipes.dyllm import DyLLM, DyLLMGate
 from dgraph.recipes.focus import Ablation, Focus
 from dgraph.recipes.former import caching, costing
+from dgraph.recipes.gated import GateOptions
 from dgraph.recipes.kept import KeyOptions
 from dgraph.recipes.options import Builder, RecipeOptions, costs_of, options_of, types_of
 from dgraph.recipes.sparse import DLLMServe, DLLMServeKeys, MaskKV, MaskKVKeys, SparseDLLM, SparseDLLMKeys
@@ -39,13 +40,11 @@ _SINGLE: tuple[type[RecipeOptions], ...] = (
 def _with_combinations(single: dict[str, Builder]) -> dict[str, Builder]:
     """Recipes and their combinations, by name."""
     made = dict(single)
-    keys, rows = halves(single)
-    for first in keys:
-        for second in rows:
-            try:
-                made[f"{first}+{second}"] = Builder(combine(single[first].options, single[second].options))
-            except InputError:
-                continue
+    for parts in listed(single):
+        try:
+            made["+".join(parts)] = Builder(combine(*(single[part].options for part in parts)))
+        except InputError:
+            continue
     return made
 
 
@@ -60,21 +59,18 @@ def check_builder(name: str, builder: Any) -> bool:
 
 
 class Recipes(Table[Builder]):
-    """Builders by name: dgraph's own, those of other packages, and "keys+rows" of a half of each.
+    """Builders by name: dgraph's own, those of other packages, and "keys+gate+rows" of parts of each.
 
-    A recipe from outside that declares nothing goes with every recipe that selects keys. Its steps are checked where
-    the two are put together.
+    A recipe from outside that declares nothing goes with every recipe that selects keys or gates rows. Its steps are
+    checked where they are put together.
     """
 
     def __getitem__(self, name: str) -> Builder:
         if "+" not in name or name in self.own:
             given: Any = super().__getitem__(name)
             return Builder.of(name, given)
-        first, _, second = name.partition("+")
-        if "+" in second:
-            raise KeyError(name)
         try:
-            return Builder(combine(self[first].options, self[second].options))
+            return Builder(combine(*(self[part].options for part in name.split("+"))))
         except InputError:
             raise KeyError(name) from None
 
@@ -93,8 +89,10 @@ __all__ = [
     "DLLMServeKeys",
     "Dense",
     "DyLLM",
+    "DyLLMGate",
     "FastDLLM",
     "Focus",
+    "GateOptions",
     "KeyOptions",
     "MaskKV",
     "MaskKVKeys",

@@ -1,4 +1,4 @@
-"""Recipes of two halves, as "maskkv+focus": the first selects the keys to keep, the second the rows to forward."""
+"""Recipes of several parts, as "dllm_serve+dyllm+focus": keys to keep, a gate in the layers, rows to forward."""
 
 from __future__ import annotations
 
@@ -7,63 +7,109 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.plans.regions import Extent
+from dgraph.recipes.gated import GateOptions
 from dgraph.recipes.kept import KeyOptions, obstacle
 from dgraph.recipes.options import Builder, RecipeOptions
 
+RULE = (
+    "a combination has at most one part that selects keys, then at most one that gates rows in the layers, then at most "
+    "one that says which rows are forwarded"
+)
 
-def combine(keys: type[RecipeOptions], rows: type[RecipeOptions]) -> type[RecipeOptions]:
-    """The recipe "keys+rows". It has the options of both halves; one that both have goes to both.
 
-    Args:
-        keys: a recipe that selects keys; its own rows are left out.
-        rows: the recipe whose steps forward the rows.
+def role_of(options: type[RecipeOptions]) -> int:
+    """Place of a recipe in a combination: 0 if it selects keys, 1 if it gates rows in the layers, else 2."""
+    return 0 if issubclass(options, KeyOptions) else 1 if issubclass(options, GateOptions) else 2
+
+
+def combine(*parts: type[RecipeOptions]) -> type[RecipeOptions]:
+    """The recipe "keys+gate+rows", of two or three of these parts. It has the options of each; shared ones go to all.
+
+    Without a part for the rows they are those of the part that selects keys, or of the gate, where the parts go
+    together with them.
 
     Raises:
-        InputError: they do not go together; the message says why.
+        InputError: the parts do not go together; the message says why.
     """
-    name = f"{keys.name}+{rows.name}"
-    if issubclass(rows, KeyOptions) and not issubclass(keys, KeyOptions):
-        swapped = f"{rows.name}+{keys.name}"
-        raise InputError(f"recipe {name!r}: the half that selects keys comes first; write {swapped!r}.")
-    if not issubclass(keys, KeyOptions) or issubclass(rows, KeyOptions):
+    name, roles = "+".join(part.name for part in parts), [role_of(part) for part in parts]
+    if len(parts) < 2 or sorted(set(roles)) != roles:
+        ordered = sorted(parts, key=role_of)
+        if len(parts) > 1 and len(set(roles)) == len(roles):
+            raise InputError(f"recipe {name!r}: {RULE}; write {'+'.join(part.name for part in ordered)!r}.")
         raise InputError(f"recipe {name!r}: {RULE}.")
-    bases: tuple[Any, ...] = keys.__bases__
-    selecting, *own = bases if len(bases) > 1 else (keys,)  # a half from outside may come without rows of its own
-    reason = obstacle(keys.window, rows.extent, rows.carries)
-    if any(base.papers and base.papers == rows.papers for base in own):
-        reason = f"is the half with the rows of {keys.name!r} already"
-    if reason:
-        raise InputError(f"recipe {name!r}: {rows.name!r} {reason}.")
+    *before, last = parts if roles[-1] == 2 else (*parts, None)
+    halves = [_own(part) for part in before]
+    choices = [last] if last is not None else [rows for _, rows in halves if rows is not None]
+    reasons = [_obstacle([part for part, _ in halves], each) for each in choices]
+    if "" not in reasons:
+        raise InputError(f"recipe {name!r}: {reasons[0] if reasons else RULE}.")
+    rows = choices[reasons.index("")]
+    if any(own is not None and own.papers and own.papers == rows.papers for _, own in halves) and last is not None:
+        raise InputError(f"recipe {name!r}: {rows.name!r} is the half with the rows of {parts[0].name!r} already.")
+    # The gate is applied last, to the rows with their selection of keys.
+    bases: list[Any] = [part for part, _ in sorted(halves, key=lambda half: -role_of(half[0]))]
     body = {
-        "__doc__": f"Keys as `{keys.name}` keeps them, rows as `{rows.name}` forwards them.",
+        "__doc__": _summary(parts, rows),
         "name": name,
-        "papers": (*selecting.papers, *rows.papers),
+        "papers": tuple(dict.fromkeys(paper for part in (*[h for h, _ in halves], rows) for paper in part.papers)),
     }
-    return dataclass(frozen=True, kw_only=True)(type(name, (selecting, rows), body))
+    return dataclass(frozen=True, kw_only=True)(type(name, (*bases, rows), body))
 
 
-RULE = "a combination has one half that selects keys, then one that says which rows are forwarded"
+def _own(part: type[RecipeOptions]) -> tuple[type[RecipeOptions], type[RecipeOptions] | None]:
+    """The half of a recipe that selects keys or gates, and the half with its own rows; None if it has none."""
+    bases: tuple[Any, ...] = part.__bases__
+    return (bases[0], bases[1]) if len(bases) > 1 else (part, None)  # a half from outside may come without rows
 
 
-def halves(recipes: Mapping[str, Builder]) -> tuple[list[str], list[str]]:
-    """Names of the recipes that select keys, and of the others, without combinations."""
+def _obstacle(halves: list[type[RecipeOptions]], rows: type[RecipeOptions]) -> str:
+    """Reason why parts do not go with the rows of a recipe; "" if they do."""
+    for part in halves:
+        reason = ""
+        if issubclass(part, KeyOptions):
+            reason = obstacle(part.window, rows.extent, rows.carries)
+        elif rows.reuses:
+            reason = f"reuses {rows.reuses} already, so no gate goes with it"
+        if reason:
+            return f"{rows.name!r} {reason}"
+    return ""
+
+
+def _summary(parts: tuple[type[RecipeOptions], ...], rows: type[RecipeOptions]) -> str:
+    """First sentence of the docstring of a combination."""
+    names = {role_of(part): part.name for part in parts}
+    said = [f"keys as `{names[0]}` keeps them"] if 0 in names else []
+    said += [f"layers gated as in `{names[1]}`"] if 1 in names else []
+    said += [f"rows as `{names[2]}` forwards them"] if 2 in names else []
+    text = ", ".join(said)
+    return text[0].upper() + text[1:] + "."
+
+
+def listed(recipes: Mapping[str, Builder]) -> list[tuple[str, ...]]:
+    """Names of the parts of combinations to list, if they go together.
+
+    A gate of a recipe that forwards rows anywhere in the canvas is built by its name, and not listed.
+    """
     single = {name: recipes[name].options for name in recipes if "+" not in name}
-    keys = [name for name, options in single.items() if issubclass(options, KeyOptions)]
-    return keys, [name for name in single if name not in keys]
+    keys, gates, rows = ([name for name, each in single.items() if role_of(each) == role] for role in range(3))
+    kept = [*((first, second) for first in keys for second in rows), *((first,) for first in keys)]
+    gated = [*kept, *((name,) for name in rows if single[name].extent is not Extent.CANVAS)]
+    with_gate = [(*parts[:at], gate, *parts[at:]) for gate in gates for parts in gated for at in [parts[0] in keys]]
+    return [*(parts for parts in kept if len(parts) > 1), *with_gate]
 
 
 def refuse(recipes: Mapping[str, Builder], name: str) -> NoReturn:
     """Refuse a name with "+" that is no recipe.
 
     Raises:
-        UnknownName: an unknown half.
-        InputError: halves that do not go together; the message says why.
+        UnknownName: an unknown part.
+        InputError: parts that do not go together; the message says why.
     """
     parts = [part.strip() for part in name.split("+")]
-    keys, rows = halves(recipes)
+    single = [each for each in recipes if "+" not in each]
     for part in parts:
-        if part not in keys and part not in rows:
-            raise UnknownName("part of a recipe", part, [*keys, *rows])
-    if len(parts) == 2:
-        combine(*(recipes[part].options for part in parts))
+        if part not in single:
+            raise UnknownName("part of a recipe", part, single)
+    combine(*(recipes[part].options for part in parts))
     raise InputError(f"recipe {name!r}: {RULE}.")

@@ -48,6 +48,7 @@ class DLLMCache(RecipeOptions):
     name = "dllm_cache"
     papers = (DLLM_CACHE,)
     extent = Extent.RESPONSE
+    reuses = ReuseRows.reuses
 
     def __post_init__(self) -> None:
         super().__post_init__()

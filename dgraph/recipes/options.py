@@ -47,6 +47,7 @@ class RecipeOptions:
         costs: measured costs of its defaults.
         extent: rows that a step forwards if it is not whole. None: read from the row plan that it builds.
         carries: values beside keys and values that steps update by what changes in all keys; "" for none.
+        reuses: results of rows that a layer takes from earlier steps; "" for none.
 
     Attributes:
         max_num_logits: rows whose logits exist at a time; None: as the recipe has it, mostly 2048.
@@ -58,6 +59,7 @@ class RecipeOptions:
     costs: ClassVar[tuple[Cost, ...]] = ()
     extent: ClassVar[Extent | None] = None
     carries: ClassVar[str] = ""
+    reuses: ClassVar[str] = ""
 
     max_num_logits: int | None = None
     kv_dtype: str | None = None

@@ -167,6 +167,7 @@ class AdaptiveRows(RecipeOptions):
     name = "maskkv"
     papers: ClassVar[tuple[Paper, ...]] = (DLLM_CACHE,)
     extent = Extent.RESPONSE
+    reuses = ReuseRows.reuses
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -252,13 +252,14 @@ def generate(
     schedule: str = "block",
     first: bool = False,
     eviction: Eviction | None = None,
+    forward: Callable[..., Tensor] = forward,
 ) -> Trace:
     """Decode greedily, committing by a threshold, in `steps` steps per block, or along Dream's timesteps with the least
     entropy first (alg "entropy", alg_temp 0).
 
     order: in `steps` steps, the highest first, whatever is predicted. schedule "masks": the steps share out the masks
     that the block began with, instead of its length. first: a block's first step commits its first position, whatever
-    is predicted of the others (Fast-dLLM on Dream).
+    is predicted of the others (Fast-dLLM on Dream). forward: the model's, if another one keeps something between steps.
     """
     size, end = block_length, len(prompt) + max_new_tokens
     canvas = [*prompt, *[mask_id] * max_new_tokens]

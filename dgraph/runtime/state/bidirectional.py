@@ -101,8 +101,8 @@ class BidirectionalState(DecodeState):
 
     @property
     def keeps_all(self) -> Tensor:
-        """bool[b]: as in `DecodeState`, or a full step, whose keys others read."""
-        return super().keeps_all | self.full
+        """bool[b]: as in `DecodeState`, or a step whose keys others read, or of whose rows something is kept."""
+        return super().keeps_all | self.full | self.whole
 
     @property
     def window(self) -> Tensor | None:
@@ -119,7 +119,7 @@ class BidirectionalState(DecodeState):
         if self.kv is None:
             return None
         if self.kv.window == "block":
-            found = torch.where(self.full, torch.where(self.forwards < self.kv.delay, DENSE, SELECT), REUSE)
+            found = torch.where(self.whole, torch.where(self.forwards < self.kv.delay, DENSE, SELECT), REUSE)
         else:
             found = torch.where(self.whole, torch.where(self.counter == 0, SELECT, REPACK), REUSE)
         return torch.where(self.active & self.granted, found, REUSE).int()
@@ -210,7 +210,7 @@ class BidirectionalState(DecodeState):
         # As in FOCUS, the last column of a block waits for no neighbour.
         waiting = before & (positions < (self.start + self.size)[:, None])
         ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
-        self.frozen = torch.where(self.full[:, None], ready, self.frozen | ready)
+        self.frozen = torch.where(self.whole[:, None], ready, self.frozen | ready)
         moved = self._finish(policy, settled)
         # Blocks that have no mask are passed over.
         following = torch.where(self.masked, positions, self.end[:, None]).amin(dim=1) - self.prompt_end

@@ -16,9 +16,6 @@ from torch import Tensor
 
 from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.plans.block_cache import BlockCache, ready_columns
-from dgraph.plans.kv import KVPlan
-from dgraph.plans.rows import RowPlan
-from dgraph.plans.view import View
 from dgraph.runtime.policies import Policy
 from dgraph.runtime.state.block_window import PrefillMixinState
 from dgraph.runtime.state.packed_rows import StepRows, choose
@@ -29,16 +26,9 @@ from dgraph.runtime.state.state_init import StateInit
 class BlockCausalState(PrefillMixinState):
     """State of b sequences of a block-causal model; see `PrefillMixinState`. Attributes that transitions replace, too:
 
-    tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet; changed bool[b, B]: decoded in the step
-    before, None without a plan. A masked column holds the mask token; programs never predict it for a mask, but
-    decoding ends even with one that does.
-
-    Fixed: plan: which steps of a block are full ones; None if no program asks. kv: which keys stay; None for all.
+    tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet. A masked column holds the mask token;
+    programs never predict it for a mask, but decoding ends even with one that does.
     """
-
-    changed: Tensor | None
-    plan: RowPlan | None
-    kv: KVPlan | None
 
     @classmethod
     def begin(cls, init: StateInit) -> Self:
@@ -62,6 +52,7 @@ class BlockCausalState(PrefillMixinState):
             plan=init.plan,
             kv=init.kv,
             most_mixed=init.most_mixed,
+            shift=0,
         )
 
     @property
@@ -99,7 +90,7 @@ class BlockCausalState(PrefillMixinState):
         full = changed = None
         if self.plan is not None and self.changed is not None:
             # The keys of a commit are final, so none of its rows is skipped.
-            full = (~current | self.plan.schedule.full(View(**self.known, shift=0))[sequence]) & real
+            full = (~current | self.full[sequence]) & real
             changed = (full | self.changed[sequence, (column - block).clamp(min=0)]) & real
         return StepRows(
             sequence=sequence,

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dgraph.ops.attention.sparse import DENSE, REUSE, SELECT
 from dgraph.plans.kv import KVPlan
+from dgraph.plans.rows import RowPlan
+from dgraph.plans.view import View
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.packed_rows import packed
 
@@ -68,12 +70,30 @@ class PrefillMixinState(BlockWindowState):
     columns of their own, before those of `pending`, since only a first step has any.
 
     pending bool[b, W]: columns of `tokens` that the next step forwards. mixed i64[b]: rows of the prompt that the next
-    step encodes. Fixed: most_mixed: such rows in one step at most, over all sequences.
+    step encodes. changed bool[b, B]: decoded in the step before, None without a plan. Fixed: most_mixed: such rows in
+    one step at most, over all sequences; plan: which steps of a block are full ones, None if no program asks; kv: which
+    keys stay, None for all; shift: as in `View`.
     """
 
     pending: Tensor
     mixed: Tensor
     most_mixed: int
+    changed: Tensor | None
+    plan: RowPlan | None
+    kv: KVPlan | None
+    shift: int
+
+    @property
+    def full(self) -> Tensor:
+        """bool[b]: the next step is a full one."""
+        if self.plan is None:
+            return torch.zeros_like(self.active)
+        return self.plan.schedule.full(View(**self.known, shift=self.shift))
+
+    @property
+    def keeps_all(self) -> Tensor:
+        """bool[b]: as in `DecodeState`, or a full step, of whose rows something is kept."""
+        return super().keeps_all | self.full
 
     def _columns(self) -> int:
         return super()._columns() + self.most_mixed

@@ -26,9 +26,6 @@ from torch import Tensor
 
 from dgraph.ops.attention.sparse import DENSE, REUSE, SELECT
 from dgraph.plans.block_cache import BlockCache, ready_columns
-from dgraph.plans.kv import KVPlan
-from dgraph.plans.rows import RowPlan
-from dgraph.plans.view import View
 from dgraph.runtime.policies import Candidates, Policy, per_sequence, sub_blocks
 from dgraph.runtime.state.block_window import PrefillMixinState
 from dgraph.runtime.state.packed_rows import StepRows, choose
@@ -42,22 +39,17 @@ class EncodeDenoiseState(PrefillMixinState):
     tokens i64[b, B]: the current block, drafts included; masked bool[b, B]: not decoded yet (drafts are not); pending
     bool[b, B]: forwarded in the next step; encodes bool[b]: that step encodes these rows; partly bool[b]: that step
     forwards a part of the block, whose rows also see the cached keys of later parts; final i64[b]: rows of the block
-    that the last step encoded for good; changed bool[b, B]: decoded in the step before, None without a plan; selected
-    bool[b]: the kept keys of the prompt were chosen, None unless keys are chosen for the whole response.
+    that the last step encoded for good; selected bool[b]: the kept keys of the prompt were chosen, None unless keys are
+    chosen for the whole response.
 
-    Fixed: plan: which steps of a block are full ones, None if no program asks; kv: which keys stay, None for all;
-    shift: 0 if a row that is denoised predicts its own position, 1 if the next one; causal: a row that is encoded sees
-    only itself and the positions before it.
+    Fixed: shift: 0 if a row that is denoised predicts its own position, 1 if the next one; causal: a row that is
+    encoded sees only itself and the positions before it.
     """
 
     encodes: Tensor
     final: Tensor
     partly: Tensor
-    changed: Tensor | None
     selected: Tensor | None
-    plan: RowPlan | None
-    kv: KVPlan | None
-    shift: int
     causal: bool
 
     @classmethod
@@ -146,7 +138,7 @@ class EncodeDenoiseState(PrefillMixinState):
         full = changed = None
         if self.plan is not None and self.changed is not None:
             # Keys that are written for good come from every row.
-            every = self.encodes | self.plan.schedule.full(View(**self.known, shift=self.shift))
+            every = self.encodes | self.full
             full = (every[sequence] | of_prompt) & real
             changed = (full | self.changed[sequence, column]) & real
         return StepRows(

@@ -1,0 +1,192 @@
+"""DyLLM's gate in combinations against plain PyTorch: rows, tokens, salient rows and what heads keep, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from dgraph.compiler.compiled_model import CompiledModel
+from dgraph.runtime.stats import StepRecord
+from tests.amounts import every_value
+from tests.oracle import canvas, dyllm, focus
+from tests.oracle.canvas import Moment
+from tests.oracle.combined import Gate, GatedBlocks, GatedCanvas
+from tests.oracle.scoring import Eviction
+from tests.oracle.sparse import Method
+from tests.recipes import block_causal, bidirectional, block_dyllm
+from tests.recipes.test_canvas_against_oracle import RULES, new_tokens, steps_of
+from tests.recipes.test_sparse_against_oracle import packed
+
+SERVE = Method("block", "block", 0.5, pool=3, delay=1)
+SHARED = Method("block", "shared", 0.5, pool=3, delay=1)
+VOTES = Method("response", "mask_voting", pairs=(6,), heads="mass", floor=0.1)
+EVICTION = Eviction(full_steps=1)
+# The tiny models turn their contexts further than a trained one, so thresholds are lower than the paper's.
+TAU = 0.8
+
+
+def dual(
+    delay: int = 0, every: int = 0, block_cache: focus.BlockCache = "off", front: bool = True
+) -> Callable[[int], canvas.Method]:
+    """The block, and the whole canvas in its first steps. front: as in `canvas.fast_dllm`."""
+
+    def of(prompt: int) -> canvas.Method:
+        rows = canvas.fast_dllm(every=every, block_cache=block_cache, front=front)
+        return lambda moment: None if moment.step <= delay else rows(moment)
+
+    return of
+
+
+def response(full: int, period: int) -> Callable[[int], canvas.Method]:
+    """The response, and the prompt with it now and then."""
+
+    def of(prompt: int) -> canvas.Method:
+        def rows(moment: Moment) -> set[int] | None:
+            since = moment.number - full
+            if since < 0 or (period > 0 and since % period == 0):
+                return None
+            return moment.clamp(prompt - moment.shift, moment.end)
+
+        return rows
+
+    return of
+
+
+# Recipe, its options, and the same in the oracle's words: the gate, the rows, the keys, the eviction.
+CANVAS: dict[str, tuple[str, dict[str, Any], dyllm.Method, Any, Method | None, Eviction | None]] = {
+    "dyllm+focus": ("dyllm+focus", {}, dyllm.Method(TAU, 1), dual(block_cache="dc+"), None, EVICTION),
+    "dyllm+focus, gate of networks alone": (
+        "dyllm+focus",
+        {"partial": False, "block_cache": "off"},
+        dyllm.Method(TAU, 1, partial=False),
+        dual(),
+        None,
+        EVICTION,
+    ),
+    "dyllm+fast_dllm": ("dyllm+fast_dllm", {"every": 3}, dyllm.Method(TAU, 1, every=3), dual(every=3, front=False), None, None),
+    "dyllm+dllm_serve": ("dllm_serve+dyllm", {}, dyllm.Method(TAU, 1), dual(1), SERVE, None),
+    "dyllm+sparse_dllm": ("sparse_dllm+dyllm", {"full_steps": 2}, dyllm.Method(TAU, 2), dual(1), SHARED, None),
+    "maskkv+dyllm": ("maskkv+dyllm", {"pairs": 6}, dyllm.Method(TAU, 4), response(4, 4), VOTES, None),
+    "dllm_serve+dyllm+focus": (
+        "dllm_serve+dyllm+focus",
+        {},
+        dyllm.Method(TAU, 1),
+        dual(1, block_cache="dc+"),
+        SERVE,
+        EVICTION,
+    ),
+    "maskkv+dyllm+focus": (
+        "maskkv+dyllm+focus",
+        {"pairs": 6},
+        dyllm.Method(TAU, 1),
+        dual(block_cache="dc+"),
+        VOTES,
+        EVICTION,
+    ),
+}
+
+
+def check_canvas(family: str, case: str, run: CompiledModel, rule: str, near: float = 1e-4) -> None:
+    """Every step of a ragged batch, and what its heads keep at the end."""
+    setup, block = bidirectional.setup_of(family), 16
+    _, _, method, rows_of, keys, eviction = CANVAS[case]
+    prompts, records, skipped = bidirectional.prompts_for(block), list[StepRecord](), 0
+    new = new_tokens(block)
+    result = run.generate(input_ids=prompts, max_new_tokens=new, observer=records.append, **RULES[rule][0])
+    salient: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        gate = Gate(method, keys, eviction=eviction, whole_canvas=True, last_masked=keys is None)
+        gated = GatedCanvas(gate, rows_of(len(prompt)), len(prompt))
+        first = family == "dream" and "maskkv" not in case and "focus" not in case
+        words: dict[str, Any] = {"forward": gated.forward, "eviction": eviction, "first": first, **RULES[rule][1]}
+        trace = setup.traced(canvas.generate, prompt, gated.rows, block, new, **words)
+        assert result.token_ids[i] == trace.tokens
+        steps = steps_of(records, i, setup.shift)
+        assert [s["positions"] for s in steps] == [s.positions for s in trace.steps]
+        assert [s["kept"] for s in steps] == [s.kept for s in trace.steps]
+        assert [s["committed"] for s in steps] == [s.committed for s in trace.steps]
+        for number, counts in enumerate(gate.salient):
+            before = salient.get(number, [0] * len(counts))
+            salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
+            skipped += len(counts) * len(trace.steps[number].positions) - sum(counts)
+        for layer in range(bidirectional.LAYERS if keys is not None else 0):
+            for (k, v), head in zip(packed(run, i, layer), gate.kept[layer], strict=True):
+                torch.testing.assert_close(k, head.k, rtol=near, atol=near)
+                torch.testing.assert_close(v, head.v, rtol=near, atol=near)
+    assert result.stats.salient == [salient[number] for number in range(len(salient))]
+    assert skipped > 50, "the gate skipped next to nothing"
+
+
+@every_value(("case", CANVAS), ("family, rule", [("llada", "threshold"), ("dream", "threshold"), ("llada", "steps")]))
+def test_on_a_canvas(family: str, case: str, rule: str) -> None:
+    name, options, *_ = CANVAS[case]
+    run = bidirectional.setup_of(family).optimized(name, 16, tau=TAU, **options)
+    check_canvas(family, case, run, rule)
+
+
+BLOCKS: dict[str, tuple[str, dict[str, Any], dyllm.Method, Method | None, dict[str, Any]]] = {
+    "dyllm+focus": ("dyllm+focus", {}, dyllm.Method(TAU, 1), None, {}),
+    "dyllm+focus, two full steps": (
+        "dyllm+focus",
+        {"full_steps": 2, "block_cache": "dc"},
+        dyllm.Method(TAU, 2),
+        None,
+        {"block_cache": "dc", "full_steps": 2},
+    ),
+    "dyllm+focus, every third step full": (
+        "dyllm+focus",
+        {"every": 3, "recommit": False},
+        dyllm.Method(TAU, 1, every=3),
+        None,
+        {"recommit": False},
+    ),
+    "dllm_serve+dyllm": ("dllm_serve+dyllm", {}, dyllm.Method(TAU, 1), SERVE, {"evict": False, "block_cache": "off"}),
+    "maskkv+dyllm": (
+        "maskkv+dyllm",
+        {"pairs": 6},
+        dyllm.Method(TAU, 1),
+        VOTES,
+        {"evict": False, "block_cache": "off"},
+    ),
+    "dllm_serve+dyllm+focus": ("dllm_serve+dyllm+focus", {}, dyllm.Method(TAU, 1), SERVE, {}),
+    "maskkv+dyllm+focus": ("maskkv+dyllm+focus", {"pairs": 6}, dyllm.Method(TAU, 1), VOTES, {}),
+}
+FAMILIES = [("sdar", "threshold"), ("sdar_moe", "threshold"), ("llada2", "threshold"), ("sdar", "steps")]
+BY_RULE: dict[str, dict[str, Any]] = {"threshold": {"threshold": 0.7}, "steps": {"steps": 5}}
+
+
+@every_value(("case", BLOCKS), ("family, rule", FAMILIES))
+def test_in_blocks(family: str, case: str, rule: str) -> None:
+    name, options, method, keys, words = BLOCKS[case]
+    setup, parts = block_dyllm.setup_of(family), block_dyllm.oracle_of(family, method)
+    run = block_causal.optimized(setup, name, tau=TAU, **options)
+    prompts, records, skipped = block_causal.prompts_for(block_dyllm.BLOCK), list[StepRecord](), 0
+    new = block_dyllm.NEW
+    result = run.generate(input_ids=prompts, max_new_tokens=new, observer=records.append, **BY_RULE[rule])
+    salient: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        eviction = EVICTION if words.get("evict", True) else None
+        gate = Gate(method, keys, parts.feed_forward, parts.turn, eviction)
+        blocks = GatedBlocks(gate, len(prompt), block_dyllm.BLOCK)
+        trace = focus.generate(
+            setup.weights, setup.config, prompt, max_new_tokens=new, block_length=block_dyllm.BLOCK,
+            mask_id=setup.model.spec.mask_id, eos_ids=(block_dyllm.EOS,), forward=blocks, **words, **BY_RULE[rule],
+        )  # fmt: skip
+        assert result.token_ids[i] == trace.tokens
+        steps = block_causal.steps_of(records, i)
+        assert [s["positions"] for s in steps] == [s.positions for s in trace.steps]
+        assert [s["kept"] for s in steps] == [s.kept for s in trace.steps]
+        assert [s["committed"] for s in steps] == [s.committed for s in trace.steps]
+        for number, counts in enumerate(gate.salient):
+            before = salient.get(number, [0] * len(counts))
+            salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
+            skipped += len(counts) * len(trace.steps[number].positions) - sum(counts)
+        for layer in range(block_dyllm.LAYERS if keys is not None else 0):
+            for (k, v), head in zip(packed(run, i, layer), gate.kept[layer], strict=True):
+                torch.testing.assert_close(k, head.k, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(v, head.v, rtol=1e-4, atol=1e-4)
+    assert result.stats.salient == [salient[number] for number in range(len(salient))]
+    assert skipped > 50, "the gate skipped next to nothing"
