@@ -35,16 +35,12 @@ class Schedule(Part, ABC):
         """bool[b, T]: rows that are wholly recomputed whenever they are forwarded; None if there are no such rows."""
         return None
 
-    def sparing(self, full_steps: int, every: int = 0) -> Schedule:
-        """The same whole steps, of which few are full: the first steps of a response, and every so many of a block.
+    def sparing(self, full_steps: int) -> Schedule:
+        """The same whole steps, of which only some are full: that many first steps of a response, at least 1.
 
         In the other whole steps a program may skip rows that have hardly changed (DyLLM).
-
-        Args:
-            full_steps: full steps at the beginning of a response, at least 1.
-            every: interval of further full steps within a block, in steps, from its first on; 0 for no further ones.
         """
-        return FewFull(self, full_steps, every)
+        return FewFull(self, full_steps)
 
     def __or__(self, other: Schedule) -> Either:
         return Either(self, other)
@@ -86,11 +82,9 @@ class Counted(Schedule):
         found = self.full(view)
         return found | ((view.step - self.warm_up) % self.widen == 0) if self.widen else found
 
-    def sparing(self, full_steps: int, every: int = 0) -> Schedule:
-        """See `Schedule`. A schedule without full steps of blocks counts its warm-up only, so it stays of this kind."""
-        if self.full_steps or self.every:
-            return super().sparing(full_steps, every)
-        return replace(self, warm_up=full_steps, every=every)
+    def sparing(self, full_steps: int) -> Schedule:
+        """See `Schedule`. Without full steps of blocks, these are the warm-up."""
+        return super().sparing(full_steps) if self.full_steps else replace(self, warm_up=full_steps)
 
 
 @dataclass(frozen=True)
@@ -168,12 +162,10 @@ class FewFull(Schedule):
     Attributes:
         of: the schedule that says which steps are whole.
         full_steps: full steps at the beginning of a response, at least 1.
-        every: interval of further full steps within a block, in steps, from its first on; 0 for no further ones.
     """
 
     of: Schedule
     full_steps: int = 1
-    every: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.of, Schedule):
@@ -183,8 +175,7 @@ class FewFull(Schedule):
             raise InputError("the first step of a response must be a full one; set full_steps to at least 1.")
 
     def full(self, view: View) -> Tensor:
-        found = view.step < self.full_steps
-        return found | (view.block_step % self.every == 0) if self.every else found
+        return view.step < self.full_steps
 
     def whole(self, view: View) -> Tensor:
         return self.of.whole(view)

@@ -12,11 +12,11 @@ from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.gate_ffn import GateFFN
 from dgraph.passes.only_masked import OnlyMasked
-from dgraph.passes.partial_attention import PartialAttention
+from dgraph.passes.partial_attention import CONTEXTS, PartialAttention
 from dgraph.plans.papers import DYLLM, Paper
-from dgraph.plans.regions import Extent, Response
+from dgraph.plans.regions import Block, Extent, Response
 from dgraph.plans.rows import RowPlan
-from dgraph.plans.schedules import Counted
+from dgraph.plans.schedules import Counted, Schedule
 from dgraph.recipes.base import Recipe
 from dgraph.recipes.dense import ENDING, phases_of
 from dgraph.recipes.former import builders
@@ -42,7 +42,8 @@ class DyLLMGate(GateOptions):
             model.
         full_steps: steps that compute everything, at least 1. At the beginning of a response: default 4 if its steps
             forward the whole response, else 1. Of each block of a block-causal model: default 1.
-        every: interval of further such steps within a block, in steps, from its first on; 0 for no further ones.
+        every: interval of further such steps within a block, in steps, from its first on; 0 for no further ones. Where
+            the rows of a combination have such an option, it is theirs on a bidirectional model.
         gate: True if feed-forward networks run on salient rows only.
         partial: True if keys and values are projected for salient rows only, and attention is updated.
         update: for partial attention. True: the context of the other rows is that of the step before, updated by the
@@ -86,10 +87,14 @@ class DyLLMGate(GateOptions):
         passes: tuple[Pass, ...] = (GateFFN(self.tau),) if self.gate else ()
         return (*passes, PartialAttention(self.tau, update)) if self.partial else passes
 
-    def full_of(self, rows: Recipe) -> tuple[int, int]:
+    def of_blocks(self) -> RowPlan:
         """See `GateOptions`."""
-        whole = rows.plan is not None and isinstance(rows.plan.region, Response)
-        return (4 if whole else 1) if self.full_steps is None else self.full_steps, self.every
+        return RowPlan(Block(), Counted(1 if self.full_steps is None else self.full_steps, self.every))
+
+    def of_canvas(self, rows: RowPlan) -> Schedule:
+        """See `GateOptions`."""
+        default = 4 if isinstance(rows.region, Response) else 1
+        return rows.schedule.sparing(default if self.full_steps is None else self.full_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +108,14 @@ class ResponseRows(RecipeOptions):
             embedded model. If several tokens are committed per step, full steps take most of the time. At four tokens
             per step, full_steps=2, a period of 0 and update=False are 1.6 times faster than Fast-dLLM's dual cache.
             They are as near to the dense model (benchmarks/results/dyllm.md).
+        every: as in `DyLLMGate`.
         update: False if the last layer of a bidirectional model runs on masked rows alone; see `DyLLMGate`.
         block_cache: "off", "dc" or "dc+"; see `Recipe`. Block-causal models only.
         recommit: forward a finished block once more before it is committed (block-causal models).
     """
 
     response_only_period: int | None = None
+    every: int = 0
     update: bool | None = None
     block_cache: str = "off"
     recommit: bool = True
@@ -128,7 +135,7 @@ class ResponseRows(RecipeOptions):
         causal = spec.attention == "block_causal"
         masked: tuple[Pass, ...] = (OnlyMasked(),) if self.update is False and not causal else ()
         phases = phases_of(spec, ChunkLMHead(), *masked, FuseGLU(), BoundRows(), optional=ENDING)
-        plan = None if causal else RowPlan(Response(), Counted(0, warm_up=1, widen=self._period))
+        plan = None if causal else RowPlan(Response(), Counted(0, self.every, warm_up=1, widen=self._period))
         if causal and self.response_only_period is not None:
             raise InputError(
                 f"response_only_period={self.response_only_period} says how often a bidirectional model forwards its "
@@ -163,6 +170,8 @@ class DyLLM(DyLLMGate, ResponseRows):
     """
 
     papers: ClassVar[tuple[Paper, ...]] = DyLLMGate.papers
+    carries = CONTEXTS
+    reuses = f"{GateFFN.reuses}, and {PartialAttention.reuses}"
 
 
 __getattr__ = builders(dyllm=DyLLM)

@@ -13,7 +13,7 @@ from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.sparse_kv import SparseKV
 from dgraph.plans.regions import All, Block, Response
 from dgraph.plans.rows import RowPlan
-from dgraph.plans.schedules import Counted
+from dgraph.plans.schedules import Schedule
 from dgraph.recipes.base import Phase, Recipe
 from dgraph.recipes.dense import BOUNDED
 from dgraph.recipes.options import RecipeOptions
@@ -40,9 +40,13 @@ class GateOptions(RecipeOptions):
         """The passes of the gate, for the recipe whose steps they are put into; each method implements it."""
         raise InputError(f"recipe {self.name!r} gates no rows: its class has no method gating(spec, rows).")
 
-    def full_of(self, rows: Recipe) -> tuple[int, int]:
-        """Full steps: how many begin a response (on a block-causal model: a block), and the interval within a block."""
-        return 1, 0
+    def of_blocks(self) -> RowPlan:
+        """Full steps of a block-causal model, whose rows ask for none."""
+        return RowPlan(Block())
+
+    def of_canvas(self, rows: RowPlan) -> Schedule:
+        """Full steps of a bidirectional model, whose whole steps are those of its rows."""
+        return rows.schedule.sparing(1)
 
     def build(self, spec: ModelSpec) -> Recipe:
         """See `RecipeOptions`.
@@ -59,10 +63,7 @@ class GateOptions(RecipeOptions):
         carries = next((step.carries for step in gate if step.carries), "")
         if carries and (missed := leaves_out(rows)):
             raise InputError(f"{self.name}: the gate carries {carries}, but recipe {rows.name!r} {missed}.")
-        full, every = self.full_of(rows)
-        plan = rows.plan or RowPlan(Block(), Counted(full, every))
-        if rows.plan is not None:
-            plan = replace(plan, schedule=plan.schedule.sparing(full, every))
+        plan = self.of_blocks() if rows.plan is None else replace(rows.plan, schedule=self.of_canvas(rows.plan))
         kv = rows.kv
         if kv is not None and spec.attention == "bidirectional":
             kv = replace(kv, everywhere=True)

@@ -203,8 +203,7 @@ class GatedCanvas:
         gate, moment = self.gate, self.moment
         if not self.phases:
             gate.begin(config, cache)
-        every = gate.method.every
-        full = moment.number < gate.method.full_steps or (every > 0 and moment.step % every == 0)
+        full = moment.number < gate.method.full_steps
         seen = self._seen()
         self.phases.append(seen.phase)
         limits = [end] * len(positions)

@@ -265,11 +265,13 @@ def test_around_an_eviction_layers_are_left_alone() -> None:
     )
     assert [a.layer for a in report.applied] == [0, 1]
     assert [(s.layer, s.reason) for s in report.skipped] == [
-        (2, "rows are evicted between the layer's keys and its attention"),
+        (2, "rows are evicted between the layer's keys and its attention, whose contexts would miss an update"),
         (3, "nothing finds the salient rows of layer 2"),
     ]
     gated = rewritten(family_of("sdar").cached, EvictTokens(after=2, signal="importance"), GateFFN())
     assert [a.layer for a in report_of(gated, PartialAttention()).applied] == [0, 1, 3]
+    drawn = rewritten(family_of("sdar").cached, EvictTokens(after=2, select="random"), GateFFN())
+    assert [a.layer for a in report_of(drawn, PartialAttention(update=False)).applied] == [0, 1, 2, 3]
 
 
 def test_keys_that_something_else_reads_are_left_alone() -> None:

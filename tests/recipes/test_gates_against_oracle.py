@@ -66,7 +66,7 @@ CANVAS: dict[str, tuple[str, dict[str, Any], dyllm.Method, Any, Method | None, E
         None,
         EVICTION,
     ),
-    "dyllm+fast_dllm": ("dyllm+fast_dllm", {"every": 3}, dyllm.Method(TAU, 1, every=3), dual(every=3, front=False), None, None),
+    "dyllm+fast_dllm": ("dyllm+fast_dllm", {"every": 3}, dyllm.Method(TAU, 1), dual(every=3, front=False), None, None),
     "dyllm+dllm_serve": ("dllm_serve+dyllm", {}, dyllm.Method(TAU, 1), dual(1), SERVE, None),
     "dyllm+sparse_dllm": ("sparse_dllm+dyllm", {"full_steps": 2}, dyllm.Method(TAU, 2), dual(1), SHARED, None),
     "maskkv+dyllm": ("maskkv+dyllm", {"pairs": 6}, dyllm.Method(TAU, 4), response(4, 4), VOTES, None),

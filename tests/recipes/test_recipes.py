@@ -122,7 +122,7 @@ def test_options_and_their_defaults() -> None:
     for name, builder in RECIPES.items():
         if "+" in name:
             parts = [options_of(RECIPES[part]) for part in name.split("+")]
-            assert options_of(builder).items() <= {**parts[0], **parts[1]}.items()
+            assert options_of(builder).items() <= {k: v for part in parts for k, v in part.items()}.items(), name
         assert [option.name for option in builder.accepted if not option.doc] == [], name
 
 
@@ -246,6 +246,8 @@ def test_recipes_do_what_they_declare() -> None:
         assert made.plan.region.extent is builder.options.extent, name
         carried = {p.carries for phase in made.phases for p in phase.passes} - {""}
         assert carried == {builder.options.carries} - {""}, name
+        reused = {p.reuses: None for phase in made.phases for p in phase.passes if p.reuses}
+        assert ", and ".join(reused) == builder.options.reuses, name
 
 
 def test_defaults_say_what_they_cost() -> None:
@@ -362,7 +364,7 @@ def test_json_tells_recipes_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("focsu", {}, r"unknown recipe 'focsu'\. Did you mean 'focus'\? ."),
+        ("focsu", {}, r"unknown recipe 'focsu'\. Did you mean 'focus' or 'dyllm\+focus'\? ."),
         ("", {}, r"unknown recipe ''\. Known: dense, dkv_cache, dllm_cache, dllm_serve, "),
         ("focus", {"aplha": 2}, r"unknown option of recipe 'focus' 'aplha'\. Did you mean 'alpha'"),
         ("focus", {"blockcache": "off"}, r"'blockcache'\. Did you mean 'block_cache'"),
