@@ -77,12 +77,13 @@ class ScriptSalience(Pass):
     changes_weights = True
 
     def run(self, graph: Graph, report: base.Report) -> None:
-        noise, full = graph.add_input(InputSpec("noise", torch.float32, ("N",))), graph.input("full")
+        graph.add_input(InputSpec("noise", torch.float32, ("N",)))
         for layer, share in enumerate(self.share):
             found = finder(graph, layer)
             if found is None:
                 continue
             flags = flags_of(found)
+            noise, full = (graph.on_rows_of(name, flags, report.name) for name in ("noise", "full"))
             # A weight: as a number it would make the compiled regions of no two layers alike.
             held = graph.add_weight(f"share.{layer}", torch.tensor([share], device=graph.device))
             drawn = graph.call(torch.ops.aten.lt.Tensor, (noise, held), before=flags.next, by=report.name, like=flags)

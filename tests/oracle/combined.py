@@ -250,7 +250,9 @@ class GatedBlocks(SparseBlocks):
         phase = self._phase(start) if decodes and gate.keys is not None else "dense"
         count = self.passed.get(start, 0)
         self.passed[start] = count + 1
-        full = not decodes or count < gate.method.full_steps or (gate.method.every > 0 and count % gate.method.every == 0)
+        full = (
+            not decodes or count < gate.method.full_steps or (gate.method.every > 0 and count % gate.method.every == 0)
+        )
         seen = Seen(phase, block, max(limits))
         h = gate.run(weights, config, tokens, positions, limits, cache, full, seen, hook)
         if decodes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from dgraph.compiler.compiled_model import CompiledModel
@@ -16,7 +15,7 @@ from tests.oracle.canvas import Moment
 from tests.oracle.combined import Gate, GatedBlocks, GatedCanvas
 from tests.oracle.scoring import Eviction
 from tests.oracle.sparse import Method
-from tests.recipes import block_causal, bidirectional, block_dyllm
+from tests.recipes import bidirectional, block_causal, block_dyllm
 from tests.recipes.test_canvas_against_oracle import RULES, new_tokens, steps_of
 from tests.recipes.test_sparse_against_oracle import packed
 
