@@ -70,13 +70,6 @@ class KVPlan:
         """
         return prompt // unit * unit if self.window == "response" else 0
 
-    def paged_from(self, prompt: int, shift: int) -> int:
-        """First position of a bidirectional sequence that has a place in the pages.
-
-        The row that predicts the first position of the response belongs to it: `shift` rows before.
-        """
-        return 0 if self.kept == PAGES else max(prompt - shift, 0)
-
     def candidates(self, prompt: int, response: int) -> int:
         """The most positions outside of the window, for a prompt and a response of these lengths."""
         return prompt + (response if self.window == "block" else 0)

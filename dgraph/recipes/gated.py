@@ -11,6 +11,7 @@ from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.only_masked import OnlyMasked
 from dgraph.passes.sparse_kv import SparseKV
+from dgraph.plans.kv import PAGES, KVPlan
 from dgraph.plans.regions import All, Block, Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Schedule
@@ -33,7 +34,7 @@ class GateOptions(RecipeOptions):
             name = "dllm_serve+dyllm+focus"
 
     The rows that a step keeps something of need a place each. So every position of a bidirectional model has pages,
-    also where keys are selected.
+    also where keys are selected; those that heads keep are found there by their positions.
     """
 
     def gating(self, spec: ModelSpec, rows: Recipe) -> tuple[Pass, ...]:
@@ -66,8 +67,8 @@ class GateOptions(RecipeOptions):
         plan = self.of_blocks() if rows.plan is None else replace(rows.plan, schedule=self.of_canvas(rows.plan))
         kv = rows.kv
         if kv is not None and spec.attention == "bidirectional":
-            kv = replace(kv, everywhere=True)
-        phases = tuple(p if p.name == "prefill" else gated(p, gate, spec) for p in rows.phases)
+            kv = replace(kv, kept=PAGES)
+        phases = tuple(p if p.name == "prefill" else gated(p, gate, spec, kv) for p in rows.phases)
         return replace(rows, name=self.name, phases=phases, plan=plan, kv=kv)
 
 
@@ -82,7 +83,7 @@ def leaves_out(rows: Recipe) -> str:
     return ""
 
 
-def gated(phase: Phase, gate: tuple[Pass, ...], spec: ModelSpec) -> Phase:
+def gated(phase: Phase, gate: tuple[Pass, ...], spec: ModelSpec, kv: KVPlan | None) -> Phase:
     """The phase with a gate after passes that choose rows, and before passes that choose among the keys it leaves.
 
     Where keys are selected, the last layer is gated as the others are. Else it runs on masked rows alone, if the phase
@@ -101,5 +102,5 @@ def gated(phase: Phase, gate: tuple[Pass, ...], spec: ModelSpec) -> Phase:
     if at is None:
         at = max((i + 1 for i, p in enumerate(passes) if isinstance(p, ChunkLMHead | OnlyMasked)), default=len(passes))
     # A step computes keys of the rows that its gate leaves, so the keys to choose from are those of the cache.
-    after = [replace(p, cached=True) if isinstance(p, SparseKV) else p for p in passes[at:]]
+    after = [replace(p, cached=True, kept=kv.kept) if kv and isinstance(p, SparseKV) else p for p in passes[at:]]
     return Phase(phase.name, (*passes[:at], *gate, *after, *LAST), phase.optional | BOUNDED)

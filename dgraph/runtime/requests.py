@@ -212,7 +212,7 @@ def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | No
     if packed is None or packed.plan.kept == PAGES:
         return 0
     if spec.attention != "block_causal":
-        return packed.plan.paged_from(prompt, spec.logit_shift)
+        return prompt - spec.logit_shift
     return packed.plan.kept_from(prompt, block if spec.aligned else 1)
 
 

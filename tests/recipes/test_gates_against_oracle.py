@@ -17,7 +17,7 @@ from tests.oracle.scoring import Eviction
 from tests.oracle.sparse import Method
 from tests.recipes import bidirectional, block_causal, block_dyllm
 from tests.recipes.test_canvas_against_oracle import RULES, new_tokens, steps_of
-from tests.recipes.test_sparse_against_oracle import packed
+from tests.recipes.test_sparse_against_oracle import kept
 
 SERVE = Method("block", "block", 0.5, pool=3, delay=1)
 SHARED = Method("block", "shared", 0.5, pool=3, delay=1)
@@ -94,7 +94,8 @@ def check_canvas(family: str, case: str, run: CompiledModel, rule: str, near: fl
     _, _, method, rows_of, keys, eviction = CANVAS[case]
     prompts, records, skipped = bidirectional.prompts_for(block), list[StepRecord](), 0
     new = new_tokens(block)
-    result = run.generate(input_ids=prompts, max_new_tokens=new, observer=records.append, **RULES[rule][0])
+    result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **RULES[rule][0])
+    assert result.kv is not None
     salient: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
         gate = Gate(method, keys, eviction=eviction, whole_canvas=True, last_masked=keys is None)
@@ -112,7 +113,7 @@ def check_canvas(family: str, case: str, run: CompiledModel, rule: str, near: fl
             salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
             skipped += len(counts) * len(trace.steps[number].positions) - sum(counts)
         for layer in range(bidirectional.LAYERS if keys is not None else 0):
-            for (k, v), head in zip(packed(run, i, layer), gate.kept[layer], strict=True):
+            for (k, v), head in zip(kept(run, i, layer, result.kv[i]), gate.kept[layer], strict=True):
                 torch.testing.assert_close(k, head.k, rtol=near, atol=near)
                 torch.testing.assert_close(v, head.v, rtol=near, atol=near)
     assert result.stats.salient == [salient[number] for number in range(len(salient))]
@@ -164,7 +165,8 @@ def test_in_blocks(family: str, case: str, rule: str) -> None:
     run = block_causal.optimized(setup, name, tau=TAU, **options)
     prompts, records, skipped = block_causal.prompts_for(block_dyllm.BLOCK), list[StepRecord](), 0
     new = block_dyllm.NEW
-    result = run.generate(input_ids=prompts, max_new_tokens=new, observer=records.append, **BY_RULE[rule])
+    result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **BY_RULE[rule])
+    assert result.kv is not None
     salient: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
         eviction = EVICTION if words.get("evict", True) else None
@@ -184,7 +186,7 @@ def test_in_blocks(family: str, case: str, rule: str) -> None:
             salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
             skipped += len(counts) * len(trace.steps[number].positions) - sum(counts)
         for layer in range(block_dyllm.LAYERS if keys is not None else 0):
-            for (k, v), head in zip(packed(run, i, layer), gate.kept[layer], strict=True):
+            for (k, v), head in zip(kept(run, i, layer, result.kv[i]), gate.kept[layer], strict=True):
                 torch.testing.assert_close(k, head.k, rtol=1e-4, atol=1e-4)
                 torch.testing.assert_close(v, head.v, rtol=1e-4, atol=1e-4)
     assert result.stats.salient == [salient[number] for number in range(len(salient))]

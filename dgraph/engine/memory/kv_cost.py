@@ -106,7 +106,7 @@ class KVCost:
         if self.plan is None or self.plan.kept == PAGES:
             return 0
         if not self.causal:
-            return self.plan.paged_from(prompt, self.shift)
+            return max(prompt - self.shift, 0)
         return self.plan.kept_from(prompt, 1 if self.after else self.block)
 
     def _packed(self, prompt: int, response: int) -> int:
