@@ -13,8 +13,8 @@ from dgraph.recipes.kept import KeyOptions, obstacle
 from dgraph.recipes.options import Builder, RecipeOptions
 
 RULE = (
-    "a combination has at most one part that selects keys, then at most one that gates rows in the layers, then at most "
-    "one that says which rows are forwarded"
+    "a combination has at most one part that selects keys, then at most one that gates rows in the layers, then at "
+    "most one that says which rows are forwarded"
 )
 
 
@@ -38,8 +38,8 @@ def combine(*parts: type[RecipeOptions]) -> type[RecipeOptions]:
         if len(parts) > 1 and len(set(roles)) == len(roles):
             raise InputError(f"recipe {name!r}: {RULE}; write {'+'.join(part.name for part in ordered)!r}.")
         raise InputError(f"recipe {name!r}: {RULE}.")
-    *before, last = parts if roles[-1] == 2 else (*parts, None)
-    halves = [_own(part) for part in before]
+    last = parts[-1] if roles[-1] == 2 else None
+    halves = [_own(part) for part in parts if part is not last]
     choices = [last] if last is not None else [rows for _, rows in halves if rows is not None]
     reasons = [_obstacle([part for part, _ in halves], each) for each in choices]
     if "" not in reasons:

@@ -94,7 +94,9 @@ def check_canvas(family: str, case: str, run: CompiledModel, rule: str, near: fl
     _, _, method, rows_of, keys, eviction = CANVAS[case]
     prompts, records, skipped = bidirectional.prompts_for(block), list[StepRecord](), 0
     new = new_tokens(block)
-    result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **RULES[rule][0])
+    result = run.generate(
+        input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **RULES[rule][0]
+    )
     assert result.kv is not None
     salient: dict[int, list[int]] = {}
     for i, prompt in enumerate(prompts):
