@@ -24,6 +24,9 @@ from dgraph.recipes.gated import GateOptions, leaves_out
 from dgraph.recipes.options import RecipeOptions
 from dgraph.spec import ModelSpec
 
+TAU = {"llada": 0.99, "dream": 0.995}
+"""The published threshold by family (section 4.2.3); a family that the paper does not name has that of LLaDA."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DyLLMGate(GateOptions):
@@ -37,9 +40,9 @@ class DyLLMGate(GateOptions):
     context is updated there: all forwarded rows attend to the keys that their half leaves.
 
     Attributes:
-        tau: the cosine below which a row is salient, or one for each layer; lower is faster. The paper uses 0.99 or
-            0.995 for LLaDA, 0.995 or 0.9975 for Dream. Above 1, and with a `response_only_period` of 1, it is the dense
-            model.
+        tau: the cosine below which a row is salient, or one for each layer; lower is faster. None: as published, 0.995
+            for Dream and 0.99 for LLaDA and every other family. The paper also has 0.9975 and 0.995. Above 1, and with
+            a `response_only_period` of 1, it is the dense model.
         full_steps: steps that compute everything, at least 1. At the beginning of a response: default 4 if its steps
             forward the whole response, else 1. Of each block of a block-causal model: default 1.
         every: interval of further such steps within a block, in steps, from its first on; 0 for no further ones. Where
@@ -53,7 +56,7 @@ class DyLLMGate(GateOptions):
             forwards the response and no key is dropped, else False.
     """
 
-    tau: float | tuple[float, ...] = 0.99
+    tau: float | tuple[float, ...] | None = None
     full_steps: int | None = None
     every: int = 0
     gate: bool = True
@@ -84,8 +87,9 @@ class DyLLMGate(GateOptions):
     def gating(self, spec: ModelSpec, rows: Recipe) -> tuple[Pass, ...]:
         """See `GateOptions`."""
         update = not leaves_out(rows) if self.update is None else self.update
-        passes: tuple[Pass, ...] = (GateFFN(self.tau),) if self.gate else ()
-        return (*passes, PartialAttention(self.tau, update)) if self.partial else passes
+        tau = TAU.get(spec.family, TAU["llada"]) if self.tau is None else self.tau
+        passes: tuple[Pass, ...] = (GateFFN(tau),) if self.gate else ()
+        return (*passes, PartialAttention(tau, update)) if self.partial else passes
 
     def of_blocks(self) -> RowPlan:
         """See `GateOptions`."""

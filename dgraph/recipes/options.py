@@ -19,6 +19,8 @@ from dgraph.spec import ModelSpec
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$", flags=re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}([a-z_]\w*(?:, [a-z_]\w*)*): (.*(?:\n(?: {5,}.*)?)*)", flags=re.MULTILINE)
+_READ = {"int": int, "float": float, "bool": bool, "str": str}
+"""Types that are read from text, by the name with which an annotation begins."""
 _FORMER = "use"
 """Key of a field's metadata that says what to use in its place."""
 
@@ -191,20 +193,21 @@ def documented(docstring: str) -> dict[str, str]:
 def types_of(builder: Builder | Callable[..., Recipe]) -> dict[str, Any]:
     """The types in which a builder's options are read from text: the types of their defaults.
 
-    An option with the default None is text if it is annotated so ("str | None"), else a whole number. A tuple's values
-    have the type of its first value. The values of an empty tuple have the type of its annotation ("tuple[int, ...]"),
-    else text.
+    An option with the default None has the type that its annotation begins with ("float | None"), else it is a whole
+    number. A tuple's values have the type of its first value. The values of an empty tuple have the type of its
+    annotation ("tuple[int, ...]"), else text.
     """
 
     def kind(option: Option) -> Any:
         default, annotation = option.default, option.annotation
         if isinstance(default, tuple):
             named = re.fullmatch(r"tuple\[(\w+), \.\.\.\]", annotation)
-            each = {"int": int, "float": float, "bool": bool}.get(named[1], str) if named else str
+            each = _READ.get(named[1], str) if named else str
             return tuple[type(default[0]) if default else each, ...]  # type: ignore[misc]
         if default is not None:
             return type(default)
-        return str if annotation.startswith("str") else int
+        begun = re.match(r"\w+", annotation)
+        return _READ.get(begun[0], int) if begun else int
 
     return {option.name: kind(option) for option in Builder.of("", builder).accepted}
 

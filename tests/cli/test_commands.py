@@ -350,6 +350,12 @@ def test_an_option_that_is_a_tuple_is_read_with_commas() -> None:
         read_options("option", types, ["layers=3", "lawyers=3"])
 
 
+def test_an_option_that_the_model_decides_is_read_as_it_is_annotated() -> None:
+    types = types_of(dgraph.RECIPES["dyllm"])
+    found = read_options("option", types, ["tau=0.995", "full_steps=2", "kv_dtype=fp8"])
+    assert found == {"tau": 0.995, "full_steps": 2, "kv_dtype": "fp8"}
+
+
 def test_the_format_of_keys_and_values_is_an_option_of_the_recipe(run: Run) -> None:
     assert recipe_options("dense", ["kv_dtype=fp8"]) == recipe_options("dense", None, "fp8") == {"kv_dtype": "fp8"}
     assert shared_options(["dense", "captured"], ["max_num_logits=5"], "fp8") == {

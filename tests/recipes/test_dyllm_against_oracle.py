@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import dgraph
 from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
+from dgraph.passes import GateFFN, PartialAttention
 from dgraph.plans.regions import Response
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Counted
@@ -40,6 +42,14 @@ CASES: dict[str, tuple[dict[str, Any], Method]] = {
     "every third full": ({"tau": 0.7, "full_steps": 2, "every": 3}, Method(0.7, full_steps=2, every=3)),
     "nothing salient": ({"tau": -1.01, "full_steps": 2}, Method(-1.01, full_steps=2)),
 }
+PUBLISHED = {"llada": 0.99, "dream": 0.995}
+"""The paper's thresholds (section 4.2.3), which are the defaults."""
+
+
+def case_of(name: str, family: str) -> tuple[dict[str, Any], Method]:
+    """Options of a case, and the method that they are on models of a family."""
+    options, method = CASES[name]
+    return options, method if options else replace(method, tau=PUBLISHED[family])
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +99,14 @@ def step_graph(setup: Setup, **options: Any) -> Graph:
 
 @every_value(("family, rule", PAIRS), ("case", CASES))
 def test_tokens_rows_and_caches(setups: dict[str, Setup], family: str, case: str, rule: str) -> None:
-    options, method = CASES[case]
+    options, method = case_of(case, family)
     check(setups[family], 16, setups[family].optimized("dyllm", 16, **options), rule, method)
 
 
 @every_value(("family", FAMILIES), ("case", CASES))
 def test_salient_rows_and_every_cache(setups: dict[str, Setup], family: str, case: str) -> None:
     """Each step of the oracle, replayed on the graph: logits, salient rows of each layer, and what all caches hold."""
-    options, method = CASES[case]
+    options, method = case_of(case, family)
     setup, prompt = setups[family], prompts_for(16)[1]
     graph, end = step_graph(setup, **options), len(prompt) + new_tokens(16)
     memory, salient, skipped = memory_of(graph.spec, (end,)), 0, 0
@@ -208,6 +218,14 @@ def test_its_passes_and_rows() -> None:
     assert recipe().plan == RowPlan(Response(), Counted(full_steps=0, warm_up=4, widen=4))
     assert recipe(every=3).plan == RowPlan(Response(), Counted(full_steps=0, every=3, warm_up=4, widen=4))
     assert recipe(full_steps=2, response_only_period=0).plan == RowPlan(Response(), Counted(full_steps=0, warm_up=2))
+
+
+@pytest.mark.parametrize(("family", "tau"), [*PUBLISHED.items(), ("sdar", 0.99)])
+def test_the_threshold_is_that_of_the_family(family: str, tau: float) -> None:
+    made = build(RECIPES, "dyllm", replace(SPEC, family=family), {})
+    gated = [p for p in made.phase("step").passes if isinstance(p, GateFFN | PartialAttention)]
+    assert [p.tau for p in gated] == [tau, tau]
+    assert made == build(RECIPES, "dyllm", replace(SPEC, family=family), {"tau": tau})
 
 
 def test_it_reads_back_from_json() -> None:
