@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from papers import tables
 from prose import first_paragraphs, inline, literal, table
 
 import dgraph
@@ -283,6 +284,7 @@ def modules(package: str) -> str:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "papers.md": tables,
     "reference/python-api.md": python_api,
     "reference/cli.md": command_line,
     "reference/http-api.md": http_api,
