@@ -58,7 +58,8 @@ class Item:
         Raises:
             ValueError: a verdict that is unknown, or without what it is based on.
         """
-        made = cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in value.items()})
+        fields: dict[str, Any] = {n: tuple(each) if isinstance(each, list) else each for n, each in value.items()}
+        made = cls(**fields)
         if made.verdict not in VERDICTS:
             raise ValueError(f"{made.item}: verdict must be one of {VERDICTS}, got {made.verdict!r}.")
         if made.verdict in (HOLDS, FAILS) and not (made.theirs and made.ours and made.commands):
@@ -86,7 +87,7 @@ def paper_of(name: str) -> Paper:
 
 
 def tables() -> str:
-    """How many items have each verdict, then the items and commands of each paper."""
+    """Counts of verdicts, then the items and commands of each paper."""
     items = read()
     counts = [
         (f"[{name}](#{name.lower()})", *(str(sum(i.verdict == v for i in found)) for v in VERDICTS))
