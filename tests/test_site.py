@@ -63,6 +63,8 @@ def test_the_site_builds_and_has_every_name(tmp_path: Path) -> None:
         text = (tmp_path / "reference" / f"{page}.html").read_text(encoding="utf-8")
         assert set(names) <= set(re.findall(rf"<h{level} id=\"[^\"]*\">(.*?)<a", text)), page
 
+    assert "Commands of MaskKV" in (tmp_path / "papers.html").read_text(encoding="utf-8")
+
     images = [
         (page, target)
         for page in tmp_path.rglob("*.html")
