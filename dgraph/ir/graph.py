@@ -33,7 +33,7 @@ from dgraph.ranks.sharding import Part, Sharding
 from dgraph.spec import ModelSpec
 from dgraph.types.card import Card, Described, counted
 from dgraph.types.nodes import args_of, op_name
-from dgraph.types.shapes import Evaluator, InputSpec, Symbols
+from dgraph.types.shapes import Evaluator, InputSpec, Symbols, common_symbols
 
 ALL = "N"
 """The row set of all rows of a step."""
@@ -48,7 +48,7 @@ class Graph(Described):
     Attributes:
         spec: the model's facts.
         fx: the nodes.
-        symbols: the symbolic sizes; shared with every graph derived from the same capture.
+        symbols: the symbolic sizes; shared by all graphs of the process that are given no others.
         tensors: the weights by name (the model's own tensors, not copies).
         inputs: declarations of the run-time inputs, by name, in order.
         outputs: names of the outputs, in order.
@@ -63,7 +63,7 @@ class Graph(Described):
     def __init__(self, spec: ModelSpec, symbols: Symbols | None = None):
         self.spec = spec
         self.fx = torch.fx.Graph()
-        self.symbols = symbols or Symbols()
+        self.symbols = symbols or common_symbols()
         self.tensors: dict[str, Tensor] = {}
         self.inputs: dict[str, InputSpec] = {}
         self.outputs: tuple[str, ...] = ()

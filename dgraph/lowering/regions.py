@@ -14,7 +14,6 @@ from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
 from dgraph.lowering.inductor import RegionFunction, Source, compiled
 from dgraph.ops import op_of
-from dgraph.private.torch import typing
 from dgraph.types.nodes import args_of, op_name
 from dgraph.types.shapes import DTYPES, Symbols
 
@@ -192,5 +191,4 @@ def _type(graph: Graph, region: Region, mapping: Mapping[Node, Node]) -> None:
         mine = mapping[node]
         target: Any = mine.target
         args, kwargs = torch.fx.map_arg((mine.args, mine.kwargs), lambda n: n.meta["val"])
-        with typing(sizes.mode):
-            mine.meta["val"] = target(*args, **kwargs)
+        mine.meta["val"] = sizes.run(target, args, kwargs)

@@ -13,8 +13,10 @@ A size is a static integer or an expression over symbols. The symbols have one m
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +47,8 @@ DTYPES = {
 OFFSETS = "b+1"
 """The size of offsets per sequence."""
 
-# Distinct primes, so that no two symbols ever compare equal by accident of their hints.
-_HINTS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71)
-_LARGE_HINTS = (2003, 2011, 2017, 2027, 2029, 2039, 2053, 2063, 2069, 2081, 2083, 2087, 2089, 2099, 2111, 2113)
+_HINTS, _LARGE_HINTS = 5, 304
+"""Places among the primes of the first hints, 11 and 2003. No two symbols ever compare equal by accident of theirs."""
 
 
 _PER = {
@@ -194,7 +195,7 @@ class InputSpec:
 
 
 class Symbols:
-    """The symbolic sizes of one captured model; shared by every graph derived from it.
+    """Symbolic sizes, and the types of all calls over them; threads may share them. See `common_symbols`.
 
     Args:
         large: numbers of rows are about 2000 rather than about 30, for a compiler that lays its loops out by such a
@@ -204,6 +205,7 @@ class Symbols:
     def __init__(self, large: bool = False) -> None:
         self.mode = fake_mode()
         self._large = large
+        self._lock = threading.RLock()  # a fake mode is entered by one thread at a time
         # Types of calls by op and argument types; see `Evaluator`.
         self.results: dict[Any, Any] = {}
         # Faults of calls against the row rule, by the same key; see `dgraph.ir.row_rule`.
@@ -215,10 +217,14 @@ class Symbols:
 
     def size(self, name: str) -> torch.SymInt:
         """The symbol of that name, made on first use."""
-        if name not in self._sizes:
-            hints = _LARGE_HINTS if self._large and (is_row_set(name) or name == "M") else _HINTS
-            self._sizes[name] = new_symbol(self.mode, name, hints[len(self._sizes) % len(hints)])
-        return self._sizes[name]
+        with self._lock:
+            if name not in self._sizes:
+                import sympy
+
+                first = _LARGE_HINTS if self._large and (is_row_set(name) or name == "M") else _HINTS
+                made = new_symbol(self.mode, name, int(sympy.prime(first + len(self._sizes))))
+                self._sizes = {**self._sizes, name: made}  # others may be walking over the old one
+            return self._sizes[name]
 
     def dim(self, dim: Dim) -> int | torch.SymInt:
         """The size that a declaration means."""
@@ -230,8 +236,13 @@ class Symbols:
     def empty(self, shape: Iterable[Dim], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """A fake tensor of the declared shape."""
         sizes = [self.dim(d) for d in shape]  # a new symbol must be made outside of the fake mode
-        with self.mode:
+        with self._lock, self.mode:
             return torch.empty(sizes, dtype=dtype, device=device)
+
+    def run(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The type of a call's result; of its arguments, tensors are fake values over these symbols."""
+        with self._lock, typing(self.mode):
+            return target(*args, **kwargs)
 
     def shared(self, shape: Iterable[Dim], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """As `empty`, one tensor for all values of a type: making one takes long, and a graph has hundreds."""
@@ -275,13 +286,13 @@ class Symbols:
         return "()" if value is None else type(value).__name__
 
     def key(self, value: Any) -> Any:
-        """A hashable stand-in for arguments: types of tensors, values of everything else."""
+        """A hashable stand-in for arguments: types of tensors (a real one has none), values of everything else."""
         if isinstance(value, Tensor):
             # Fake tensors are shared by all graphs of a model, and their sizes take long to read.
             known = self._keys.get(id(value))
             if known is None or known[0] is not value:
                 sizes = (*value.shape, *value.stride())
-                known = value, (value.dtype, value.device, value.dim(), *map(self.key, sizes))
+                known = value, (type(value), value.dtype, value.device, value.dim(), *map(self.key, sizes))
                 self._keys[id(value)] = known
             return known[1]
         if isinstance(value, torch.SymInt):
@@ -313,6 +324,18 @@ def leads(names: Iterable[str]) -> bool:
 
 
 _SHARED = {"b", "M", "pages", "entries", "sequences"}
+
+
+@functools.cache
+def common_symbols() -> Symbols:
+    """The symbols of every graph of this process that is given no others, so that models alike are typed once.
+
+    Hints do not depend on which graph came first.
+    """
+    symbols = Symbols()
+    for name in ("b", "t", "N", "K", "M", "pages", "page", "P", "entries", "sequences"):
+        symbols.size(name)
+    return symbols
 
 
 class Evaluator:
@@ -352,8 +375,7 @@ class Evaluator:
     def _compute(self, node: torch.fx.Node, args: Any, kwargs: Any, value_of: Callable[[torch.fx.Node], Any]) -> Any:
         target: Any = node.target
         try:
-            with typing(self.symbols.mode):
-                return target(*args, **kwargs)
+            return self.symbols.run(target, args, kwargs)
         except Exception as error:
             raise self._not_accepted(node, value_of, error) from None
 

@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -423,6 +424,42 @@ def test_symbols() -> None:
     assert texts == ["N", "b", "K", *names], "no two symbols are one"
     real = symbols.of(torch.zeros(2, 3, dtype=torch.bool))
     assert symbols.type_text(real) == "bool[2, 3]"
+
+
+def test_symbols_have_hints_of_their_own_however_many_there_are() -> None:
+    symbols = Symbols()
+    hints = [int(symbols.size(f"pages_{window}").node.hint) for window in range(40)]
+    assert len(set(hints)) == 40
+    assert hints[:4] == [11, 13, 17, 19]
+
+
+def test_graphs_alike_are_typed_once() -> None:
+    def graph() -> Graph:
+        hand = Hand()
+        return hand.returns(y=hand.call(aten.mul.Tensor, hand.input("x", "N", 4, 7), hand.weight("w", 4, 7)))
+
+    first = graph()
+    known = len(first.symbols.results)
+    second = graph()
+    assert second.symbols is first.symbols
+    assert second.result("y").meta["val"] is first.result("y").meta["val"]
+    assert len(first.symbols.results) == known
+
+
+def test_threads_type_calls_at_once() -> None:
+    symbols = Symbols()
+
+    def shapes(first: int) -> list[str]:
+        found = []
+        for width in range(first, first + 12):
+            x = symbols.shared((f"K{width}", width), torch.float32)
+            found.append(symbols.type_text(symbols.run(aten.add.Tensor, (x, x), {})))
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(shapes, range(20, 28))) == [
+            [f"f32[K{width}, {width}]" for width in range(first, first + 12)] for first in range(20, 28)
+        ]
 
 
 def test_only_numbers_of_rows_are_large() -> None:
