@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -25,6 +26,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 collect_ignore = ["released"]  # run by test_methods.py, as packages that are installed
 
 os.environ.pop("COLUMNS", None)  # which readline sets in whoever imports it, and workers inherit
+
+# Compiled modules are kept, whatever the caller's environment says: each process that a test starts, and each
+# collection, would compile them all again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
