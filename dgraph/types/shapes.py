@@ -363,8 +363,8 @@ class Evaluator:
         if rows := node.meta.get("rows"):  # a cut op makes a new row set; its fake would give an unbacked size
             device = args[0].device
             return (
-                self.symbols.empty((rows,), torch.int64, device),
-                self.symbols.empty(("b+1",), torch.int32, device),
+                self.symbols.shared((rows,), torch.int64, device),
+                self.symbols.shared((OFFSETS,), torch.int32, device),
             )
         # Layers are alike, so most calls have been typed before; a type is a function of op and argument types.
         key = (node.target, self.symbols.key(args), self.symbols.key(kwargs))
