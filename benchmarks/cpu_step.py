@@ -57,7 +57,7 @@ def inputs_of(program: LoweredProgram, prompt: int, sequences: int) -> dict[str,
         "seed": torch.zeros(rows, dtype=torch.int64),
         "cu_rows": torch.arange(0, rows + 1, spec.block_length).int(),
         "page_table": torch.arange(sequences * each).view(sequences, each).int(),
-        "average": torch.ones(sequences),
+        **{name: torch.ones(sequences) for name in ("average", "sequence_average")},
         "reached": torch.full((sequences,), prompt - 1).int(),
     }
     for name, declared in program.inputs.items():

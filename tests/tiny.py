@@ -134,7 +134,7 @@ def rows_of(sequences: Sequence[Sequence[int]], starts: Sequence[int] | None = N
         "candidate": ids == MASK,
         "temperature": torch.zeros(len(ids)),
         "seed": torch.arange(len(ids)) * 7 + 1,
-        "average": torch.ones(len(counts)),
+        **{name: torch.ones(len(counts)) for name in ("average", "sequence_average")},
         "block_step": torch.ones(len(counts), dtype=torch.int32),
         "reached": torch.tensor(starts, dtype=torch.int32) - 1,
     }

@@ -241,7 +241,7 @@ def test_it_says_what_it_reads(dense: dict[str, Graph], focus: dict[str, Graph])
     head = {"candidate", "temperature", "seed"}
     assert lower(dense["prefill"]).inputs.keys() == always | caches
     assert lower(dense["step"]).inputs.keys() == always | caches | head
-    assert lower(focus["step"]).inputs.keys() == always | caches | head | {"average", "reached"}
+    assert lower(focus["step"]).inputs.keys() == always | caches | head | {"sequence_average", "reached"}
     assert lower(dense["step"]).stage_names == ("step",)
 
 

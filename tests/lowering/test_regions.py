@@ -335,7 +335,7 @@ def first(step: Scene, sequences: int) -> dict[str, Tensor]:
     """The inputs of the first sequences of the step."""
     inputs = step.copy().inputs
     rows = 8 * sequences
-    cut = {"cu_rows": sequences + 1, "page_table": sequences, "average": sequences, "reached": sequences}
-    cut["block_step"] = sequences
+    cut = dict.fromkeys(("page_table", "average", "sequence_average", "reached", "block_step"), sequences)
+    cut["cu_rows"] = sequences + 1
     per_row = ("input_ids", "positions", "limit", "candidate", "temperature", "seed")
     return {n: v[:rows] if n in per_row else v[: cut[n]] if n in cut else v for n, v in inputs.items()}

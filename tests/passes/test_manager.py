@@ -278,6 +278,8 @@ def test_a_pass_as_json() -> None:
         "keep": 0,
         "pool": 3,
         "full_steps": 0,
+        "average_over": "block",
+        "among": "candidates",
     }
     assert json.loads(json.dumps(plain, allow_nan=False)) == plain
     assert PackRows().to_json() == {"pass": "PackRows"}
