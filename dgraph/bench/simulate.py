@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -37,7 +37,11 @@ class Method:
         drawn: see `commits`.
         page: tokens per page of the KV pool.
         by_block: pages are taken as blocks are reached, else all of them at admission.
-        kept: share of keys that a bidirectional request keeps, in (0, 1].
+        kept: share of keys outside of the block that a bidirectional request keeps, in (0, 1]. Below 1 kept keys are
+            packed, and the prompt has no pages.
+        full_steps: bidirectional: refreshes at the start of every block, one after the other, at least 1.
+        counts: tokens that each step of a block commits, by the place of its request, its first position and its
+            masks, as `Trace.counts` says; None for those of `commits`.
     """
 
     block: int = 32
@@ -49,12 +53,19 @@ class Method:
     by_block: bool = False
     kept: float = 1.0
     mixed: int = 0
+    full_steps: int = 1
+    counts: Callable[[int, int, int], Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         if min(self.block, self.page) < 1 or self.refresh_every < 0:
             raise InputError(f"block and page must be at least 1, and refresh_every at least 0, got {self}.")
         if self.causal and self.refresh_every:
             raise InputError("refresh_every is for bidirectional models: a block-causal one forwards its prompt once.")
+        if self.full_steps < 1 or (self.causal and self.full_steps > 1):
+            raise InputError(
+                f"full_steps is at least 1, and 1 for a block-causal model, whose blocks are never forwarded with all "
+                f"rows; got {self.full_steps}."
+            )
         if self.commits < 1 or not (self.drawn or self.commits == int(self.commits)):
             raise InputError(f"commits must be at least 1 token a step, and whole unless drawn, got {self.commits}.")
         if self.mixed < 0:
@@ -80,18 +91,19 @@ class Method:
             chunk=block if self.causal else 0,
             refresh_blocks=not self.causal,
             refresh_every=self.refresh_every,
-            steps_per_block=None if self.drawn else math.ceil(block / self.commits),
-            pages_first=self.pages(request.prompt + min(block, request.new) if self.by_block else length),
-            pages_life=self.pages(length),
+            steps_per_block=None if self.drawn or self.counts is not None else math.ceil(block / self.commits),
+            pages_first=self.pages(request, min(block, request.new) if self.by_block else request.new),
+            pages_life=self.pages(request, request.new),
         )
 
     def keys(self, job: ScheduledRequest) -> int:
         """Keys that a step of a request reads at its start."""
         return job.prompt + job.block if self.causal else math.ceil((job.prompt + job.new) * self.kept)
 
-    def pages(self, positions: int) -> int:
-        """Pages of `positions` positions."""
-        return math.ceil(positions * (1.0 if self.causal else self.kept) / self.page)
+    def pages(self, request: Request | ScheduledRequest, new: int) -> int:
+        """Pages of a request with `new` tokens of its response."""
+        absent = 0 if self.causal or self.kept == 1 else request.prompt // self.page
+        return -(-(request.prompt + new) // self.page) - absent
 
 
 @dataclass(frozen=True)
@@ -131,18 +143,25 @@ class _Slot:
     """State of one running request, as a device would hold it."""
 
     __slots__ = (
-        *("blocks_left", "draw", "job", "keys", "masks_left", "mixed", "pages", "prompt_left", "refresh", "rows"),
-        "since",
+        *("blocks_left", "counts", "draw", "full_left", "job", "keys", "masks_left", "mixed", "pages", "prompt_left"),
+        *("refresh", "rows", "since"),
     )
 
-    def __init__(self, job: ScheduledRequest, keys: int, seed: int):
-        self.job, self.pages, self.keys = job, job.pages_first, keys
+    def __init__(self, job: ScheduledRequest, method: Method, seed: int):
+        self.job, self.pages, self.keys = job, job.pages_first, method.keys(job)
         self.draw = random.Random(seed << 32 | job.id).random
         self.masks_left = min(job.block, job.new)
         self.blocks_left = -(-job.new // job.block) - 1
         self.prompt_left = job.refresh_rows if job.chunk else 0
         self.rows, self.refresh, self.since = job.first_rows, job.refresh_rows > 0, 0
         self.mixed = False  # True if its first step forwards its prompt
+        self.begin(method, 0)
+
+    def begin(self, method: Method, block: int) -> None:
+        """Begin a block, by its number in the response."""
+        job, self.full_left = self.job, method.full_steps
+        counts = () if method.counts is None else method.counts(job.id, job.prompt + block * job.block, self.masks_left)
+        self.counts = list(reversed(counts))
 
     @property
     def cut(self) -> int:
@@ -163,6 +182,7 @@ class Engine:
             arrivals are not looked at. 0 for an open loop.
         overlap: True: a step is planned while the one before it runs, from the facts of the one before that. False: it
             is planned after the one before it, from all facts.
+        pad: rows with which a step of so many rows runs, as `Buckets` says; None for the same.
         seed: of the tokens per step; a request's are the same under every scheduler.
     """
 
@@ -175,10 +195,11 @@ class Engine:
         *,
         clients: int = 0,
         overlap: bool = True,
+        pad: Callable[[int], int] | None = None,
         seed: int = 0,
     ):
         self.scheduler, self.method, self.costs = scheduler, method, costs
-        self.clients, self.overlap, self.seed = clients, overlap, seed
+        self.clients, self.overlap, self.pad, self.seed = clients, overlap, pad, seed
         self.now, self.free = 0.0, scheduler.budgets.pages
         self.slots: dict[int, _Slot] = {}
         self.served: dict[int, Served] = {}
@@ -245,7 +266,7 @@ class Engine:
 
     def _begin(self, job: ScheduledRequest) -> None:
         self.free -= job.pages_first
-        self.slots[job.id] = _Slot(job, self.method.keys(job), self.seed)
+        self.slots[job.id] = _Slot(job, self.method, self.seed)
         if math.isnan(self.served[job.id].admitted):
             self.served[job.id].admitted = self.now
 
@@ -261,7 +282,8 @@ class Engine:
                 keys[slot.cut > 0] += slot.keys
         end = self.now
         if any(rows):
-            seconds = sum(map(self.costs.step, rows, keys))
+            padded = rows if self.pad is None else [self.pad(count) if count else 0 for count in rows]
+            seconds = sum(map(self.costs.step, padded, keys))
             end += seconds
             self.busy += seconds
             self.steps += 1
@@ -291,7 +313,8 @@ class Engine:
             return
         slot.prompt_left = 0
         slot.since = 0 if slot.refresh else slot.since + 1
-        slot.refresh = 0 < slot.job.refresh_every <= slot.since + 1
+        slot.full_left -= 1
+        slot.refresh = (slot.job.refresh_blocks and slot.full_left > 0) or 0 < slot.job.refresh_every <= slot.since + 1
         slot.masks_left -= min(self._commits(slot), slot.masks_left)
         slot.rows = slot.job.refresh_rows if slot.refresh else slot.job.block
         if not slot.masks_left:
@@ -299,6 +322,8 @@ class Engine:
 
     def _commits(self, slot: _Slot) -> int:
         """Tokens of this step."""
+        if slot.counts:
+            return slot.counts.pop()
         if not self.method.drawn:
             return int(self.method.commits)
         return 1 + int(math.log(1 - slot.draw()) * self._scale)
@@ -313,11 +338,12 @@ class Engine:
         slot.blocks_left -= 1
         reached = job.new - slot.blocks_left * job.block if slot.blocks_left else job.new
         slot.masks_left = job.block if slot.blocks_left else (job.new - 1) % job.block + 1
+        slot.begin(self.method, -(-job.new // job.block) - 1 - slot.blocks_left)
         slot.refresh = slot.refresh or job.refresh_blocks
         slot.rows = job.refresh_rows if slot.refresh else job.reuse_rows
         slot.keys += job.block if self.method.causal else 0
         if self.method.by_block:
-            self._grow(slot, self.method.pages(job.prompt + reached))
+            self._grow(slot, self.method.pages(job, reached))
 
     def _grow(self, slot: _Slot, pages: int) -> None:
         """Take pages for another block; the youngest give theirs back where none are free."""
@@ -360,6 +386,7 @@ def simulate(
     *,
     clients: int = 0,
     overlap: bool = True,
+    pad: Callable[[int], int] | None = None,
     seed: int = 0,
     warm_up: float = 0.1,
     limit: float | None = None,
@@ -375,7 +402,7 @@ def simulate(
     if not requests:
         raise InputError("a simulation needs at least 1 request, got none.")
     planner = Scheduler(budgets, scheduler, costs=costs)
-    engine = Engine(requests, planner, method, costs, clients=clients, overlap=overlap, seed=seed)
+    engine = Engine(requests, planner, method, costs, clients=clients, overlap=overlap, pad=pad, seed=seed)
     while engine.advance():
         pass
     if not engine.served:

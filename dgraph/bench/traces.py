@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from dgraph.errors import InputError
-from dgraph.runtime.loop.scripted_policy import BlockStep, History, Script, check_history, closure, selections
+from dgraph.runtime.loop.scripted_policy import (
+    SPREAD,
+    BlockStep,
+    History,
+    Script,
+    check_history,
+    closure,
+    selections,
+)
 
 FORMAT, VERSION = "dgraph-trace", 1
 
@@ -79,6 +87,18 @@ class Trace:
     def script(self) -> Script:
         """The policy that commits the columns of the trace."""
         return Script(self.block, self.histories)
+
+    def counts(self, prompt: int, start: int, masks: int) -> list[int]:
+        """Tokens that each step of a block commits, as the `Script` of the trace commits them.
+
+        Args:
+            prompt: place of the prompt in its batch or load.
+            start: first position of the block.
+            masks: columns that are masked when it begins, the first ones of the block.
+        """
+        history = self.histories[(prompt * SPREAD + start // self.block) % len(self.histories)]
+        found = [sum(column < masks for column in step.committed) for step in history]
+        return [count for count in found if count]
 
     def redundancy(self) -> Redundancy:
         """Rows per token, computed from the columns alone."""

@@ -178,5 +178,5 @@ def _budgets(requests: Sequence[Request], method: Method, rows: int, sequences: 
     from dgraph.engine.scheduling.jobs import Budgets
 
     if pages is None:
-        pages = max(sequences, 1) * max(method.pages(r.prompt + r.new) for r in requests)
+        pages = max(sequences, 1) * max(method.pages(r, r.new) for r in requests)
     return Budgets(rows, sequences, pages)
