@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -138,10 +138,12 @@ class Bench:
     Args:
         args: of the command line.
         run: where arms are said and written.
+        loads: of an earlier run that this one goes on from.
     """
 
-    def __init__(self, args: argparse.Namespace, run: Run):
-        self.args, self.run = args, run
+    def __init__(self, args: argparse.Namespace, run: Run, loads: Sequence[dict[str, Any]] = ()):
+        self.args, self.run, self.loads = args, run, list(loads)
+        self.tell()
         self.device = torch.device(args.device)
         self.trace = read_trace(args.trace) if "trace" in args.commits else None
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
@@ -151,17 +153,16 @@ class Bench:
                 self.model = shape_of(args.shape, self.device, dtype, args.layers, block)
             else:
                 self.model = named(args.model, self.device, dtype, random_weights=False, block=block)
-        self.loads: list[dict[str, Any]] = list(self._kept())
         self._programs: dict[tuple[str, int | None], CompiledModel] = {}
         self._ready: set[tuple[str, int, str]] = set()
         self._steps: dict[str, Steps] = {}
-        run.report.data["loads"] = self.loads
 
-    def _kept(self) -> Iterator[dict[str, Any]]:
-        """Loads of an earlier run that this one goes on from."""
-        path = self.args.json
-        if self.args.resume and path is not None and path.is_file():
-            yield from json.loads(path.read_text("utf-8"))["data"].get("loads", [])
+    def tell(self) -> None:
+        """Put the loads, and the figures of them, into the report."""
+        self.run.report.data["loads"] = self.loads
+        if self.loads:
+            self.run.table("Loads", tables.LOAD, tables.load_rows(self.loads), tables.LOAD_NOTE)
+            tables.figures(self.run, self.loads)
 
     def found(self, **key: Any) -> dict[str, Any] | None:
         """The measured load of a key."""
@@ -246,8 +247,8 @@ class Bench:
         found = served.to_json()
         del found["requests_each"], found["engine"]
         self.loads.append({**key, **memory.to_json(), "peak": peak, **found, **beside})
+        self.tell()
         self.run.arm("Loads", tables.LOAD, tables.load_rows(self.loads), tables.LOAD_NOTE)
-        tables.figures(self.run, self.loads)
 
     def capacity(self, case: Case) -> float | None:
         """Requests per second of the first arm in a closed loop; None if that was not measured."""
@@ -344,8 +345,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="go on from the loads that --json has")
     add_run(parser)
     args = parser.parse_args(arguments)
+    kept = args.json is not None and args.resume and args.json.is_file()
+    before = json.loads(args.json.read_text("utf-8"))["data"].get("loads", []) if kept else []
     with Run(args, f"dLLM-Serve and its baselines, {args.model or args.shape}", arguments is None) as run:
-        bench = Bench(args, run)
+        bench = Bench(args, run, before)
         parts = {"loads": run_loads, "lengths": run_lengths, "memory": run_memory}
         for part in args.parts:
             with run.told(part):

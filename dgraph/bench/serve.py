@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -183,7 +184,8 @@ def _told(
 def steady(served: Sequence[Served], clients: int, warm_up: float = WARM_UP) -> float | None:
     """Requests per second that end while new ones come.
 
-    The time in which the slots fill and that in which they empty are left out. None if no request ends between them.
+    The time in which the slots fill and that in which they empty are left out. None if the time between them is shorter
+    than the median latency. Clients with requests of one length come together, and a part of a turn tells no rate.
 
     Args:
         served: at least one request.
@@ -194,7 +196,8 @@ def steady(served: Sequence[Served], clients: int, warm_up: float = WARM_UP) -> 
     first = min(max(clients, int(warm_up * len(came))), len(came) - 1)
     begin, end = came[first], came[-1]
     ends = sum(begin < s.ended <= end for s in served)
-    return ends / (end - begin) if ends else None
+    latency = statistics.median(s.ended - s.arrived for s in served)
+    return ends / (end - begin) if ends and end - begin >= latency else None
 
 
 def cut(requests: Sequence[Request], tokens: int) -> tuple[list[Request], int]:

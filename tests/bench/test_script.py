@@ -186,3 +186,17 @@ def test_the_closure_is_what_the_op_does() -> None:
             0,
         )
         assert set(rows[keep].tolist()) == closure(base, masked, reached)
+
+
+@pytest.mark.parametrize("masks", [BLOCK, 3])
+def test_a_trace_tells_what_its_script_commits(masks: int) -> None:
+    """The simulator counts by it."""
+    run = Decode([16], evict=False)
+    state, counts = run.state, TRACE.counts(0, 16, BLOCK)
+    found = [int(run.step()[0].sum()) for _ in counts]
+    assert found == counts
+    assert state.start.tolist() == [24]
+    history = TRACE.histories[history_of(5, 8)]
+    columns = [sum(column < masks for column in step.committed) for step in history]
+    assert TRACE.counts(5, 8, masks) == [count for count in columns if count]
+    assert sum(TRACE.counts(5, 8, masks)) == masks

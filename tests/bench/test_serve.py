@@ -163,6 +163,15 @@ def test_the_steady_rate_leaves_out_filling_and_emptying() -> None:
     assert steady(served[:1], 4) is None
 
 
+def test_no_rate_is_steady_over_a_part_of_a_turn() -> None:
+    # Four clients whose requests all last a second: two turns, and three clients of the second are a little late.
+    times = [(0.0, 1.0)] * 4 + [(1.0 + 0.01 * late, 2.0) for late in range(4)]
+    two = [Served(a, a, e, e, 1) for a, e in times]
+    assert steady(two, 4) is None
+    third = [Served(2.0 + 0.01 * late, 2.0, 3.0, 3.0, 1) for late in range(4)]
+    assert steady([*two, *third], 4) == pytest.approx(4.0, rel=0.05)
+
+
 def test_prompts_are_cut_to_what_fits() -> None:
     found, shortened = cut([Request(0, 10, 6), Request(1, 100, 4)], 16)
     assert [(r.prompt, r.new) for r in found] == [(10, 6), (12, 4)]

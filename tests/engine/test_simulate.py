@@ -37,6 +37,46 @@ def test_rows_of_a_bidirectional_request() -> None:
     assert found.counters.rows == 48 * 4 + 4 * 4
 
 
+def test_a_block_may_begin_with_several_refreshes() -> None:
+    """As those of dllm_serve with delay=1 do."""
+    found = simulate([Request(0.0, 40, 8)], WIDE, Method(block=4, full_steps=2), costs=SECOND)
+    assert found.counters.refresh_rows == 48 * 2 * 2
+    assert found.counters.rows == 48 * 4 + 4 * 4
+    short = simulate([Request(0.0, 40, 8)], WIDE, Method(block=4, commits=4, full_steps=2), costs=SECOND)
+    assert short.counters.rows == short.counters.refresh_rows == 48 * 2, "a block that is done begins no second one"
+
+
+def test_kept_keys_are_packed_and_the_prompt_has_no_pages() -> None:
+    request, method = Request(0.0, 40, 8), Method(block=4, page=4)
+    assert method.job(request, 0).pages_life == 12
+    assert replace(method, kept=0.5).job(request, 0).pages_life == 2
+    assert replace(method, kept=0.5).job(Request(0.0, 42, 8), 0).pages_life == 3
+    assert replace(method, kept=0.5, causal=True).job(request, 0).pages_life == 12
+
+
+def test_a_block_commits_what_a_trace_says() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def counts(request: int, start: int, masks: int) -> list[int]:
+        asked.append((request, start, masks))
+        return [3, 1] if masks == 4 else [masks]
+
+    requests = [Request(0.0, 40, 6), Request(99.0, 7, 4)]
+    found = simulate(requests, WIDE, Method(block=4, counts=counts), costs=SECOND)
+    assert asked == [(0, 40, 4), (0, 44, 2), (1, 7, 4)]
+    assert found.served[0].ended == 3.0
+    assert found.served[1].ended - found.served[1].admitted == 2.0
+
+
+def test_a_step_runs_with_the_rows_of_its_bucket() -> None:
+    per_row = CostModel((1, 1000), (1.0, 1000.0))
+    plain = simulate([Request(0.0, 40, 8)], WIDE, Method(block=4), costs=per_row)
+    padded = simulate([Request(0.0, 40, 8)], WIDE, Method(block=4), costs=per_row, pad=lambda rows: -(-rows // 16) * 16)
+    assert plain.busy == pytest.approx(2 * 48 + 6 * 4)
+    assert padded.busy == pytest.approx(2 * 48 + 6 * 16)
+    assert padded.counters.rows == plain.counters.rows
+
+
 def test_rows_of_a_block_causal_request() -> None:
     found = simulate([Request(0.0, 42, 8)], WIDE, Method(block=4, causal=True, commits=2), costs=SECOND)
     assert found.counters.refresh_rows == 40, "the prompt's full blocks"
@@ -105,6 +145,8 @@ def test_no_requests() -> None:
         ({"causal": True, "refresh_every": 2}, "for bidirectional models"),
         ({"causal": True, "mixed": -1}, "mixed must be a number of rows, at least 0, got -1"),
         ({"mixed": 8}, "mixed is for block-causal models"),
+        ({"full_steps": 0}, "full_steps is at least 1"),
+        ({"causal": True, "full_steps": 2}, "1 for a block-causal model"),
     ],
 )
 def test_methods_that_make_no_sense(settings: dict[str, float], message: str) -> None:
