@@ -1,22 +1,35 @@
 """What an arm of `benchmarks.dllm_serve` has for keys and values: a limit, less what else takes memory.
 
+    python -m benchmarks.dllm_serve_memory --shape llada-8b    # predicted, on any machine
+
 An engine's `kv_bytes` are those of its pages. Recipes that pack the keys that they keep hold these beside the pages, so
 here such an arm gets pages for its share of the limit alone: that of pages in the bytes of all requests. Then pages and
 packed keys together take the limit, on average over the requests.
+
+As a script it predicts, for a shape on cards of several sizes, what the logit budget leaves, and how many requests fit.
+The programs are those of the shape with one layer, which has the peak of all: layers run one after the other. Weights,
+keys and values are counted for every layer. Nothing is measured.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.tables import Cell
+import torch
+
+import dgraph
+from benchmarks.tables import Cell, Report
 from dgraph.bench.arrivals import Request
+from dgraph.bench.load import shape_of
 from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.engine.memory.kv_cost import KVCost
-from dgraph.engine.memory.profile import GUARD, profile
+from dgraph.engine.memory.profile import GUARD, profile, weight_bytes
 from dgraph.errors import InputError
+from dgraph.models.shapes import SHAPES
 from dgraph.runtime.loop.step_inputs import declared
 
 GIB = 1 << 30
@@ -150,3 +163,60 @@ class Memory:
     def to_json(self) -> dict[str, Any]:
         """Plain values: the attributes by name."""
         return asdict(self)
+
+
+PREDICTED = ("recipe", "card GB", *Memory.COLUMNS[:-2], "requests that fit")
+
+
+def predicted(
+    shape: str, recipe: str, cards: Sequence[int], bounds: Sequence[int], request: Request
+) -> list[list[Cell]]:
+    """Rows of `PREDICTED`: for each card the bounds on rows of logits, and none.
+
+    Args:
+        shape: a published shape.
+        recipe: its name; options are the defaults.
+        cards: memory of cards, in GB.
+        bounds: rows whose logits exist at a time.
+        request: whose tokens all requests have.
+    """
+    device, dtype = torch.device("cpu"), torch.bfloat16
+    layers = SHAPES[shape][1]["num_hidden_layers"]
+    one, two = (
+        dgraph.optimize(shape_of(shape, device, dtype, count), recipe, artifacts=False, backend="eager")
+        for count in (1, 2)
+    )
+    weights = weight_bytes(one) + (layers - 1) * (weight_bytes(two) - weight_bytes(one))
+    rows: list[list[Cell]] = []
+    for card in cards:
+        step = MemoryLimit.parse(str(card)).rows
+        for bound in (*bounds, step):
+            found = profile(one, step, bound, card * GIB, measured=False)
+            keys = card * GIB - int(GUARD * card * GIB) - weights - found.activations - found.state
+            each = layers * found.kv_cost.sequence(request.prompt + request.new, request.new)
+            sizes = (found.activations / GIB, keys / GIB)
+            rows.append([recipe, card, found.rows, found.logit_rows, *sizes, max(0, keys // each)])
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, predict, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--recipes", nargs="+", default=["fast_dllm", "dllm_serve"])
+    parser.add_argument("--cards", type=int, nargs="+", default=[24, 48, 141], help="GB")
+    parser.add_argument("--logit-rows", type=int, nargs="+", default=[2048], help="logit budgets")
+    parser.add_argument("--prompt", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    request, report = Request(0.0, args.prompt, args.tokens), Report(f"Memory of {args.shape}, predicted")
+    rows = [row for r in args.recipes for row in predicted(args.shape, r, args.cards, args.logit_rows, request)]
+    note = f"Predicted by the profiler. Requests have {args.prompt} tokens of prompt and {args.tokens} new ones."
+    report.table("What the logit budget leaves", PREDICTED, rows, note)
+    report.write(args.markdown, args.json)
+
+
+if __name__ == "__main__":
+    main()

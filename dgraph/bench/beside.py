@@ -25,7 +25,7 @@ class Steps:
 
     Attributes:
         costs: seconds by rows and keys.
-        pad: the rows that a step of so many rows runs with.
+        pad: the rows with which a step of a number of rows runs.
     """
 
     costs: CostModel
@@ -41,9 +41,9 @@ class Steps:
 def method_of(test: LoadTest, trace: Trace | None = None) -> Method | None:
     """The method of a load test as the simulator knows it; None for one that it does not model.
 
-    It models blocks of one length, of which the first steps forward all rows and the others the block, and that commit
-    the same number of tokens in every step, or follow a trace. Layers that forward unlike rows are not modelled
-    (`focus`, `dyllm`, `dllm_cache`, `maskkv`), and neither are thresholds.
+    It models blocks of one length, of which the first steps forward all rows, and the others the block. They commit the
+    same number of tokens in every step, or follow a trace. Thresholds are not modelled, and neither are layers that
+    forward unlike rows (`focus`, `dyllm`, `dllm_cache`, `maskkv`).
     """
     program, rule = test.optimized, test.decoding.rule
     spec, plan, kv = program.spec, program.recipe.plan, program.recipe.kv

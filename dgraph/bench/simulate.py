@@ -182,7 +182,7 @@ class Engine:
             arrivals are not looked at. 0 for an open loop.
         overlap: True: a step is planned while the one before it runs, from the facts of the one before that. False: it
             is planned after the one before it, from all facts.
-        pad: rows with which a step of so many rows runs, as `Buckets` says; None for the same.
+        pad: rows with which a step of a number of rows runs, as `Buckets` says; None for the same.
         seed: of the tokens per step; a request's are the same under every scheduler.
     """
 
