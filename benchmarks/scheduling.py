@@ -19,6 +19,7 @@ from benchmarks.tables import Cell, Report
 from dgraph.bench.arrivals import Lengths, Request, arrivals, drawn
 from dgraph.bench.simulate import Method, simulate
 from dgraph.engine.scheduling.jobs import Budgets
+from dgraph.lowering.buckets import Buckets
 
 SEQUENCES = 64
 
@@ -42,7 +43,9 @@ class Workload:
 
     def capacity(self) -> float:
         """Requests per second."""
-        found = simulate(self.requests([0.0] * 1500, 0), self.budgets, self.method, "fcfs", clients=2 * SEQUENCES)
+        found = simulate(
+            self.requests([0.0] * 1500, 0), self.budgets, self.method, "fcfs", clients=2 * SEQUENCES, pad=PAD
+        )
         return found.summary.requests_per_second
 
 
@@ -55,8 +58,11 @@ WORKLOADS = (
 )
 
 
-SCHEDULERS = ("fcfs", "look_ahead", "prefill_first", "static")
-"""The paper's first: the others are compared with it."""
+SCHEDULERS = ("fcfs", "look_ahead", "prefill_first")
+"""The paper's first: the others are compared with it. Static batches under open load are not predicted (see
+`benchmarks.simulated`).
+"""
+PAD = Buckets.of("hybrid")
 
 Run = tuple[Workload, float, str, int, int]
 
@@ -65,7 +71,7 @@ def measure(run: Run) -> tuple[float, ...]:
     """Tokens per second, mean, p99, first p99, and the most steps that one sat out."""
     workload, rate, scheduler, count, seed = run
     requests = workload.requests(arrivals("poisson", rate, count, seed), seed)
-    found = simulate(requests, workload.budgets, workload.method, scheduler, seed=seed)
+    found = simulate(requests, workload.budgets, workload.method, scheduler, pad=PAD, seed=seed)
     s = found.summary
     return s.tokens_per_second, s.mean, s.p99, s.first_p99, float(found.counters.skipped)
 

@@ -60,6 +60,10 @@ def simulate(
         ),
     ] = None,
     refresh_every: Annotated[int, typer.Option(help="Steps between refreshes; 0 for none.")] = 0,
+    full_steps: Annotated[int, typer.Option(help="Refreshes at the start of a block.")] = 1,
+    buckets: Annotated[
+        str, typer.Option(help="Row counts that steps are padded to: exact, hybrid (as on a GPU), fine, or a list.")
+    ] = "hybrid",
     commits: Annotated[
         str, typer.Option(help="Tokens that a step commits: a whole number, or drawn:MEAN.")
     ] = "drawn:5",
@@ -83,8 +87,10 @@ def simulate(
     """
     from dgraph.bench.simulate import simulate as run
     from dgraph.engine.scheduling.schedulers import SCHEDULERS, scheduler_of
+    from dgraph.lowering.buckets import Buckets
 
-    model, method = _costs(costs), _method(block, causal, mixed, refresh_every, commits, page, by_block)
+    pad = Buckets.of(given.bucket_list(buckets))
+    model, method = _costs(costs), _method(block, causal, mixed, refresh_every, full_steps, commits, page, by_block)
     found = _requests(trace, requests, rate, arrivals, clients, prompt, tokens, seed)
     budgets = _budgets(found, method, rows, sequences, pages)
     schedulers = [scheduler_of(name) for name in given.schedulers(scheduler, policy) or SCHEDULERS]
@@ -92,7 +98,8 @@ def simulate(
     with status("simulating") as tell:
         for chosen in schedulers:
             tell(chosen.name)
-            done.append(run(found, budgets, method, chosen, model, clients=clients or 0, seed=seed, limit=limit))
+            settings: dict[str, Any] = {"clients": clients or 0, "pad": pad, "seed": seed, "limit": limit}
+            done.append(run(found, budgets, method, chosen, model, **settings))
     if refused := done[0].refused:
         warn(f"{len(refused)} of {len(found)} requests are refused, as the first one: {refused[0]}")
     if json:
@@ -132,7 +139,14 @@ def _costs(path: str | None) -> CostModel:
 
 
 def _method(
-    block: int, causal: bool, mixed: int | None, refresh_every: int, commits: str, page: int, by_block: bool
+    block: int,
+    causal: bool,
+    mixed: int | None,
+    refresh_every: int,
+    full_steps: int,
+    commits: str,
+    page: int,
+    by_block: bool,
 ) -> Method:
     from dgraph.bench.simulate import Method
     from dgraph.engine.scheduling.jobs import MIXED_ROWS
@@ -145,7 +159,9 @@ def _method(
     if per_step < 1 or (colon and kind != "drawn"):
         raise InputError(f"--commits takes a whole number of tokens, or drawn:MEAN, at least 1, got {commits!r}.")
     mixed = MIXED_ROWS * causal if mixed is None else mixed
-    return Method(block, causal, refresh_every, per_step, bool(colon), page, by_block, mixed=mixed)
+    return Method(
+        block, causal, refresh_every, per_step, bool(colon), page, by_block, mixed=mixed, full_steps=full_steps
+    )
 
 
 def _requests(

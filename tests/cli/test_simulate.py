@@ -42,6 +42,21 @@ def test_prompts_are_mixed_as_by_the_engine(run: Run) -> None:
     assert default == same != none
 
 
+def test_refreshes_and_buckets(run: Run) -> None:
+    def found(*settings: object) -> dict[str, float]:
+        result = run("simulate", "--rate", 20, *SMALL, "--commits", 2, "--scheduler", "fcfs", *settings, "--json")
+        assert result.exit_code == 0, result.stderr
+        (one,) = json.loads(result.stdout)["schedulers"]
+        return {"refresh": one["counters"]["refresh_rows"], "busy": one["busy"], "steps": one["steps"]}
+
+    once, twice, bare = found(), found("--full-steps", 2), found("--buckets", "exact")
+    assert twice["refresh"] == 2 * once["refresh"]
+    assert bare["busy"] / bare["steps"] < once["busy"] / once["steps"]
+    refused = run("simulate", "--rate", 20, *SMALL, "--buckets", "round")
+    assert refused.exit_code == 2
+    assert "buckets must be" in refused.stderr
+
+
 def test_a_trace_and_a_cost_model_from_files(run: Run) -> None:
     Path("trace.jsonl").write_text('{"arrival": 0, "prompt": 64, "new": 32}\n{"arrival": 9, "prompt": 64, "new": 32}\n')
     Path("costs.json").write_text('{"rows": [1], "seconds": [0.0], "constant": 1.0}')

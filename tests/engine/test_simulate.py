@@ -155,9 +155,9 @@ def test_methods_that_make_no_sense(settings: dict[str, float], message: str) ->
 
 
 def compared(load: float, count: int = 1500) -> dict[str, Simulated]:
-    """Every policy on LLaDA-8B's shape with parallel commits, at a share of what 64 slots serve (5.85 requests/s)."""
+    """Every policy on LLaDA-8B's shape with parallel commits, at a share of what 64 slots serve (5.35 requests/s)."""
     budgets, method = Budgets(rows=8192, sequences=64, pages=64 * 24), Method(commits=5.0, drawn=True)
-    requests = drawn(arrivals("poisson", load * 5.85, count), Lengths("512"), Lengths("256", "--tokens"))
+    requests = drawn(arrivals("poisson", load * 5.35, count), Lengths("512"), Lengths("256", "--tokens"))
     return {name: simulate(requests, budgets, method, name) for name in SCHEDULERS}
 
 

@@ -1,0 +1,128 @@
+"""Loads that were measured on an H200, in the simulator: LLaDA-8B by its cost model, beside the records of the page.
+
+    python -m benchmarks.simulated --markdown out.md
+
+The requests, their times, what each step commits and the rows that steps are padded to are those of the commands in the
+records. As there, the rate of an open loop is 0.9 of the capacity; here it is that of the simulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.records import record_of
+from benchmarks.tables import Cell, Report
+from dgraph.bench.arrivals import Lengths, Request, arrivals, drawn
+from dgraph.bench.serve import steady
+from dgraph.bench.simulate import Method, Simulated, simulate
+from dgraph.bench.traces import Trace, read_trace
+from dgraph.engine.scheduling.jobs import Budgets
+from dgraph.lowering.buckets import Buckets
+
+POSITION = 1 << 19
+"""Bytes of a position's keys and values in LLaDA-8B."""
+PAGE = 32
+ROWS = 8192
+PAD = Buckets.of("hybrid")
+TRACE = "text.json"
+FIGURES = {"tok/s": "tokens_per_second", "mean s": "mean", "p50 s": "p50", "p99 s": "p99"}
+"""Columns of the records that are compared, and their names in a summary."""
+COLUMNS = ("load", "scheduler", *(f"{name}, measured" for name in FIGURES), *(f"{name}, ratio" for name in FIGURES))
+NOTE = "Ratios are of the simulated figure to the measured one."
+
+
+@dataclass(frozen=True)
+class Load:
+    """Loads of a record that have the same requests.
+
+    Attributes:
+        record: its name.
+        rows: places of its rows, and the scheduler of each.
+        prompt, tokens: lengths of the requests, as they were asked for.
+        drawn, requests: numbers of requests that were drawn, and that were served.
+        slots: of the engine.
+        method: of the recipe.
+        gib: memory of keys and values in GiB; 0 where it held all slots.
+        clients: of a closed loop; 0 for an open one or where all requests come at once.
+        load: share of the capacity at which requests come; 0 where all come at once.
+    """
+
+    record: str
+    rows: dict[int, str]
+    prompt: str
+    tokens: str
+    drawn: int
+    requests: int
+    slots: int
+    method: Method = field(default_factory=Method)
+    gib: int = 0
+    clients: int = 0
+    load: float = 0.0
+
+    def asked(self) -> list[Request]:
+        """The requests."""
+        found = drawn([0.0] * self.drawn, Lengths(self.prompt), Lengths(self.tokens, "--tokens"))
+        return found[: self.requests]
+
+    def run(self, scheduler: str) -> Simulated:
+        """Simulate it."""
+        requests = self.asked()
+        longest = max(self.method.pages(request, request.new) for request in requests)
+        budgets = Budgets(ROWS, self.slots, (self.gib << 30) // (PAGE * POSITION) or self.slots * longest)
+        clients = self.clients
+        if self.load:
+            full = simulate(requests, budgets, self.method, "look_ahead", clients=self.slots, pad=PAD)
+            capacity = steady(list(full.served.values()), self.slots) or full.summary.requests_per_second
+            times = arrivals("poisson", self.load * capacity, len(requests))
+            requests = [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
+        return simulate(requests, budgets, self.method, scheduler, clients=clients, pad=PAD)
+
+
+def loads(trace: Trace) -> tuple[Load, ...]:
+    """The loads of the records of the page `serving` that the simulator models."""
+    follows = Method(counts=trace.counts)
+    closed = Load("dllm_serve", {}, "uniform:200-1000", "128", 64, 64, 32, clients=32)
+    return (
+        Load(
+            "llada_policies",
+            {0: "look_ahead", 1: "fcfs", 2: "prefill_first", 3: "static"},
+            *("uniform:64-512", "uniform:32-128", 256, 192, 64, follows),
+            load=0.9,
+        ),
+        Load(
+            "llada_static", {0: "static", 1: "look_ahead"}, "uniform:64-2048", "uniform:32-512", 256, 256, 64, follows
+        ),
+        replace(closed, rows={0: "static", 1: "look_ahead"}, gib=8),
+        replace(closed, rows={6: "look_ahead"}, gib=4),
+        replace(closed, rows={2: "look_ahead"}, method=Method(full_steps=2, kept=0.5)),
+        replace(closed, rows={4: "look_ahead"}, method=Method(kept=0.5)),
+    )
+
+
+def compared(load: Load) -> Iterator[list[Cell]]:
+    """Rows of `COLUMNS`; "" for what was not recorded."""
+    record = record_of(f"serving/{load.record}")
+    for place, scheduler in load.rows.items():
+        row = dict(zip(record.columns, record.rows[place], strict=True))
+        summary = load.run(scheduler).summary
+        measured = {name: float(row[name]) for name in FIGURES if name in row}
+        ratios = {name: getattr(summary, FIGURES[name]) / value for name, value in measured.items()}
+        yield [record.title, scheduler, *(each.get(name, "") for each in (measured, ratios) for name in FIGURES)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, simulate, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(arguments)
+    report, trace = Report("Measured loads, simulated"), read_trace(Path(__file__).parent / "traces" / TRACE)
+    report.table("Measured loads, simulated", COLUMNS, [row for load in loads(trace) for row in compared(load)], NOTE)
+    report.write(args.markdown, args.json)
+
+
+if __name__ == "__main__":
+    main()
