@@ -219,14 +219,15 @@ class KeysAroundBlock(KeyOptions):
     Attributes:
         ratio: share of the positions outside of the block that a head keeps.
         pool: width of the max-pooling; odd, 1 for none.
-        delay: steps before the one that chooses.
+        delay: steps before the one that chooses; None for 0 in a bidirectional model, where each forwards the canvas,
+            and for 1 in a block-causal one, where it takes no more rows.
         every: interval of steps of a block at which keys are chosen anew; 0 for once.
         pairs: instead of `ratio`, number of positions that a head keeps.
     """
 
     ratio: float = DEFAULT_RATIO
     pool: int = 3
-    delay: int = 1
+    delay: int | None = 1
     every: int = 0
     pairs: int = 0
 
@@ -237,13 +238,16 @@ class KeysAroundBlock(KeyOptions):
         """See `KeyOptions`."""
         pairs = (self.pairs,) if self.pairs else ()
         ratio = 0.0 if self.pairs and self.ratio == DEFAULT_RATIO else self.ratio
-        plan = KVPlan(self.window, self.delay, self.every, ratio, pairs)
+        delay = int(spec.attention == "block_causal") if self.delay is None else self.delay
+        plan = KVPlan(self.window, delay, self.every, ratio, pairs)
         return KVSelection(plan, SparseKV(self.selector, ratio, pairs, pool=self.pool))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DLLMServeKeys(KeysAroundBlock):
     """Keys that dLLM-Serve keeps, chosen by each KV head for itself; see `KeysAroundBlock`."""
+
+    delay: int | None = None
 
     name = "dllm_serve"
     papers = (DLLM_SERVE.at("Eq. 6"),)
@@ -264,12 +268,12 @@ class BlockRows(RecipeOptions):
     """The rows of a block; of a bidirectional model, all rows where it starts.
 
     Attributes:
-        delay: steps before the one that chooses.
+        delay: steps before the one that chooses, as in `KeysAroundBlock`.
         block_cache: "off", "dc" or "dc+"; see `Recipe`.
         first: former option: tokens that a block's first step commits, "policy", "position" or "published".
     """
 
-    delay: int = 1
+    delay: int | None = 1
     block_cache: str = "off"
     first: str | None = former(BY_FAMILY)
 
@@ -297,6 +301,9 @@ class DLLMServe(DLLMServeKeys, BlockRows):
     A step that chooses takes, for each KV head, the positions whose keys fit the block's mean query best, pooled over
     neighbours (Eq. 6); see `KeysAroundBlock`. The steps after it forward the block alone. In a block-causal model all
     steps do. All keys stay in the cache for the blocks to come, and a choice is a list of positions in it.
+
+    The paper chooses keys in the refresh that begins a block (section 4.5), and so does this recipe in a bidirectional
+    model. The published code refreshes twice and chooses in the second (`delay=1`).
 
     If a step before the one that chooses opens a block, the published code has it commit the block's first position,
     whatever its confidence. The paper does not say so. Other tokens of that step, if it decodes several, follow by

@@ -177,16 +177,16 @@ def test_former_options_still_work(name: str, former: dict[str, Any], now: dict[
     assert all(f"the option {option!r} goes with version 0.3" in said for option in old)
 
 
-@pytest.mark.parametrize("name", ["fast_dllm", "dllm_serve", "sparse_dllm"])
-def test_the_family_decides_the_first_commit_of_a_block(name: str) -> None:
+@pytest.mark.parametrize(("name", "options"), [("fast_dllm", {}), ("dllm_serve", {"delay": 1}), ("sparse_dllm", {})])
+def test_the_family_decides_the_first_commit_of_a_block(name: str, options: dict[str, int]) -> None:
     for shift, family, other in ((0, "policy", "position"), (1, "position", "policy")):
         spec = replace(SPEC, attention="bidirectional", logit_shift=shift)
-        made = build(RECIPES, name, spec, {})
+        made = build(RECIPES, name, spec, options)
         assert made.plan is not None
         assert made.plan.first == family
         for first, expected in ((other, other), ("published", family)):
             with pytest.warns(DgraphWarning, match="leave it out, the model's family decides it"):
-                plan = build(RECIPES, name, spec, {"first": first}).plan
+                plan = build(RECIPES, name, spec, {"first": first, **options}).plan
             assert plan is not None
             assert plan.first == expected
 

@@ -174,9 +174,15 @@ def test_phases_and_plans() -> None:
     assert serve.plan == RowPlan(Block(), Counted(full_steps=3, every=5))
     assert serve.kv == KVPlan("block", delay=2, every=5, ratio=0.5)
     shifted = replace(BOTH, logit_shift=1)
-    for options, first in (({}, "position"), ({"delay": 0}, "policy"), ({"first": "policy"}, "policy")):
+    firsts = (({"delay": 1}, "position"), ({"delay": 0}, "policy"), ({"first": "policy", "delay": 1}, "policy"))
+    for options, first in firsts:
         for name in ("dllm_serve", "sparse_dllm"):
             assert build(RECIPES, name, shifted, options).plan.first == first  # type: ignore[union-attr]
+    # A delay costs a forward of the canvas where there are refreshes, and nothing where there are none.
+    for spec, delay in ((shifted, 0), (BOTH, 0), (CAUSAL, 1)):
+        for name in ("dllm_serve", "dllm_serve+focus"):
+            assert build(RECIPES, name, spec, {}) == build(RECIPES, name, spec, {"delay": delay})
+        assert build(RECIPES, "sparse_dllm", spec, {}) == build(RECIPES, "sparse_dllm", spec, {"delay": 1})
 
     blocks = build(RECIPES, "dllm_serve+focus", CAUSAL, {"count": "device"})
     assert [p.name for p in blocks.phases] == ["prefill", "select", "step"]
@@ -196,7 +202,8 @@ def test_options_of_a_combination_reach_both_parts() -> None:
     options = options_of(RECIPES["dllm_serve+fast_dllm"])
     assert set(options) >= {"ratio", "pool", "delay", "every", "pairs", "cache", "first", "block_cache"}
     assert set(options_of(RECIPES["maskkv+focus"])) > {"pairs", "selector", "alpha", "ablation", "count"}
-    both = build(RECIPES, "dllm_serve+fast_dllm", BOTH, {"every": 4, "pool": 5, "block_cache": "dc", "pairs": 9})
+    asked = {"every": 4, "pool": 5, "block_cache": "dc", "pairs": 9, "delay": 1}
+    both = build(RECIPES, "dllm_serve+fast_dllm", BOTH, asked)
     assert (both.plan, both.kv) == (RowPlan(Block(), Counted(full_steps=2, every=4)), KVPlan("block", 1, 4, pairs=(9,)))
     assert both.block_cache == "dc"
     assert SparseKV("block", 0.0, (9,), pool=5, reuse=True) in both.phase("step").passes

@@ -27,7 +27,8 @@ SNAPKV = {"pool": 7, "recent": 32}
 
 # Recipe, its options, and the same in the oracle's words.
 CASES: dict[str, tuple[str, dict[str, Any], Method]] = {
-    "dllm_serve": ("dllm_serve", {}, Method("block", "block", 0.5, pool=3, delay=1)),
+    "dllm_serve": ("dllm_serve", {}, Method("block", "block", 0.5, pool=3)),
+    "dllm_serve, delayed": ("dllm_serve", {"delay": 1}, Method("block", "block", 0.5, pool=3, delay=1)),
     "dllm_serve, no delay, no pooling": (
         "dllm_serve",
         {"delay": 0, "pool": 1, "ratio": 0.3},
@@ -35,17 +36,17 @@ CASES: dict[str, tuple[str, dict[str, Any], Method]] = {
     ),
     "dllm_serve, pairs, every 4": (
         "dllm_serve",
-        {"pairs": 5, "every": 4},
+        {"pairs": 5, "every": 4, "delay": 1},
         Method("block", "block", pairs=(5,), pool=3, delay=1, interval=4),
     ),
     "dllm_serve, first position": (
         "dllm_serve",
-        {"first": "position"},
+        {"first": "position", "delay": 1},
         Method("block", "block", 0.5, pool=3, delay=1, first=True),
     ),
     "dllm_serve, policy first": (
         "dllm_serve",
-        {"first": "policy"},
+        {"first": "policy", "delay": 1},
         Method("block", "block", 0.5, pool=3, delay=1),
     ),
     "sparse_dllm": ("sparse_dllm", {}, Method("block", "shared", 0.5, pool=3, delay=1)),
