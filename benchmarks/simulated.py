@@ -30,7 +30,7 @@ PAD = Buckets.of("hybrid")
 TRACE = "text.json"
 FIGURES = {"tok/s": "tokens_per_second", "mean s": "mean", "p50 s": "p50", "p99 s": "p99"}
 """Columns of the records that are compared, and their names in a summary."""
-COLUMNS = ("record", "load", "scheduler", *FIGURES)
+COLUMNS = ("load", "scheduler", *FIGURES)
 NOTE = (
     "Simulated over measured. That engine recorded CUDA graphs while it served open loops, which is not modelled; "
     "static batches meet the most buckets."
@@ -92,14 +92,14 @@ def loads(trace: Trace) -> tuple[Load, ...]:
     closed = Load("", "dllm_serve", {}, "uniform:200-1000", "128", 64, 64, 32, clients=32)
     return (
         Load(
-            "0.9 of the capacity",
+            "fast_dllm, 0.9 of capacity",
             "llada_policies",
             {0: "look_ahead", 1: "fcfs", 2: "prefill_first", 3: "static"},
             *("uniform:64-512", "uniform:32-128", 256, 192, 64, follows),
             load=0.9,
         ),
         Load(
-            "all at once",
+            "fast_dllm, all at once",
             "llada_static",
             {0: "static", 1: "look_ahead"},
             "uniform:64-2048",
@@ -125,7 +125,7 @@ def compared(load: Load) -> Iterator[list[Cell]]:
         ratios = (
             getattr(summary, name) / float(row[column]) if column in row else "" for column, name in FIGURES.items()
         )
-        yield [load.record, load.name, scheduler, *ratios]
+        yield [load.name, scheduler, *ratios]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
