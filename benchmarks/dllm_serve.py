@@ -4,14 +4,16 @@
     python -m benchmarks.dllm_serve --model tiny_llada --device cpu --backend eager --scale 0.1 --tokens 32 \
         --requests 8 --sequences 4 --lengths osc --memory keys:0.1 --rates 1.5
 
-A subset of four to five minutes on one H200, half of which goes into three programs; the second command goes on where
-the first one ended, with more memory:
+A subset of four to five minutes on one H200, half of which goes into three programs. The second command goes on where
+the first one ended, with more memory. The third is about the logit budget, on a card of 24 GB:
 
-    SUBSET="--shape llada-8b --lengths osc --tokens 64 --requests 96 --sequences 32 --rates 1.5 0.7 --commits one \
-        --parts loads --no-tune --simulate --json dllm_serve.json --markdown dllm_serve.md --arms \
-        dllm_serve:delay=0@look_ahead fast_dllm@static+all fast_dllm@look_ahead sparse_dllm@static+all"
-    python -m benchmarks.dllm_serve $SUBSET --memory keys:8 --seconds 280
-    python -m benchmarks.dllm_serve $SUBSET --memory keys:8 keys:24 --resume --seconds 280
+    SUBSET="--shape llada-8b --lengths osc --tokens 64 --requests 96 --sequences 32 --commits one --parts loads \
+        --no-tune --seconds 280 --json dllm_serve.json --markdown dllm_serve.md"
+    ARMS="dllm_serve:delay=0@look_ahead fast_dllm@static fast_dllm@look_ahead sparse_dllm@static"
+    python -m benchmarks.dllm_serve $SUBSET --simulate --rates 1.5 0.7 --memory keys:8 --arms $ARMS
+    python -m benchmarks.dllm_serve $SUBSET --simulate --rates 1.5 0.7 --memory keys:8 keys:24 --arms $ARMS --resume
+    python -m benchmarks.dllm_serve $SUBSET --rates 1.5 --memory 24 --arms dllm_serve:delay=0@look_ahead \
+        dllm_serve:delay=0@look_ahead+all fast_dllm@static+all --resume
 
 An arm is RECIPE[:KEY=VALUE,...]@SCHEDULER, with "+all" where logits of all rows exist at a time, as in the baselines of
 the paper; else the logit budget (`--logit-rows`) is in force. All arms have the same engine: the paper's baselines have
@@ -19,8 +21,8 @@ engines of their own, which are not here. Its "engine" of figure 8 is therefore 
 per head cost against Sparse-dLLM's.
 
 Memory is "24" (GB of a card: what weights, activations and the logits of the arm leave is for keys and values), "card"
-(all of this one) or "keys:8" (GB of keys and values under the logit budget; more logits take from it). Packed keys
-count, see `benchmarks.dllm_serve_memory`.
+(all of this one) or "keys:8" (GB of keys and values under the logit budget; more logits take from it, and 8,192 rows of
+them leave nothing of 8). Packed keys count, see `benchmarks.dllm_serve_memory`.
 
 Rates are shares of the capacity: what the first arm serves in a closed loop with a client for every slot. Lengths are
 synthetic (see `benchmarks.serving_lengths`); the paper's responses have 256 tokens, so have these by default. Commits

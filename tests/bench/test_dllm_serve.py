@@ -148,10 +148,8 @@ def test_the_method_of_a_load_is_that_of_its_recipe(setup: Setup) -> None:
         return method_of(test, followed)
 
     one = Decoding(steps=16)
-    fast, late, soon = (
-        method(*each[:1], one, **each[1])
-        for each in (("fast_dllm", {}), ("dllm_serve", {"delay": 1}), ("dllm_serve", {"delay": 0, "every": 5}))
-    )
+    fast, late = method("fast_dllm", one), method("dllm_serve", one, delay=1)
+    soon = method("dllm_serve", one, delay=0, every=5)
     assert (fast.full_steps, fast.kept, fast.commits, fast.refresh_every) == (1, 1.0, 1, 0)
     assert (late.full_steps, late.kept) == (2, 0.5)
     assert (soon.full_steps, soon.refresh_every) == (1, 5)
