@@ -25,6 +25,7 @@ FACTS = (
     "logit_shift",
     "max_positions",
     "layer_importance",
+    "attention_similarity",
     "adapter",
 )
 """Fields of `ModelSpec` that a caller may give: facts that no shape of a weight shows."""
@@ -61,6 +62,8 @@ class ModelSpec:
         dtype: dtype of the weights.
         layer_importance: per layer, its change of the hidden states (1 - mean cosine; `dgraph calibrate` measures it,
             MaskKV, section 3.3); empty if it was not measured.
+        attention_similarity: per layer, the mean cosine of the hidden states before and after its attention (`dgraph
+            calibrate`; SqueezeAttention, section 3); empty if it was not measured.
         image_id: id that stands for an image; -1 of a model that has none. No image is read, so prompts and canvases
             that have it are refused.
         adapter: the folder of a low-rank adapter by which the model drafts, and does not verify; in the checkpoint's
@@ -88,6 +91,7 @@ class ModelSpec:
     noise: str = "mask"
     adapter: str = ""
     image_id: int = -1
+    attention_similarity: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "max_positions"):
@@ -131,11 +135,11 @@ class ModelSpec:
             raise InputError(f"{self.family}: block_length must be at least 1, got {self.block_length!r}.")
         if not all(type(token) is int for token in self.eos_ids):
             raise InputError(f"{self.family}: eos_ids must be token ids, got {self.eos_ids!r}.")
-        if len(self.layer_importance) not in (0, self.layers):
-            raise InputError(
-                f"{self.family}: layer_importance has {len(self.layer_importance)} values for {self.layers} layers; "
-                f"give one for each, or none."
-            )
+        for name in ("layer_importance", "attention_similarity"):
+            if (count := len(getattr(self, name))) not in (0, self.layers):
+                raise InputError(
+                    f"{self.family}: {name} has {count} values for {self.layers} layers; give one for each, or none."
+                )
         if not self.dtype.is_floating_point:
             raise InputError(f"{self.family}: weights must be of a floating dtype, got {self.dtype}.")
 
@@ -209,5 +213,6 @@ class ModelSpec:
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         out["eos_ids"] = list(self.eos_ids)
         out["layer_importance"] = list(self.layer_importance)
+        out["attention_similarity"] = list(self.attention_similarity)
         out["dtype"] = str(self.dtype).removeprefix("torch.")
         return out

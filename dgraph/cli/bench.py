@@ -64,6 +64,7 @@ def bench(
     device: workload.Device = None,
     tp: given.Ranks = 1,
     fact: given.Facts = None,
+    calibration: given.Calibration = None,
     json: Annotated[Path | None, typer.Option(help="Write all results to this JSON file.", show_default=False)] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this file.", show_default=False)] = None,
 ) -> None:
@@ -90,7 +91,7 @@ def bench(
     options = given.recipe_options(recipe, option, kv_dtype)
     if against is not None:
         given.recipe_options(against, None)
-    facts = given.facts(fact)
+    facts = given.facts(fact, calibration)
     workload.check_model(model, shape, layers, facts)
     for name, value in (("--batch", batch), ("--tokens", tokens), ("--repeat", repeat), ("--layers", layers)):
         if value is not None and value < 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +31,10 @@ def calibrate(
     model: given.Model,
     prompts: Annotated[
         Path | None,
-        typer.Option(help='A JSONL file of {"prompt": ...}, instead of prompts of the model\'s own tasks.'),
+        typer.Option(
+            help='A JSONL file of {"prompt": ...}, instead of prompts of the model\'s own tasks, or of tasks that '
+            "dgraph brings along, for an embedded model that reads English."
+        ),
     ] = None,
     count: Annotated[int, typer.Option(help="Largest number of prompts.")] = 60,
     tokens: Annotated[
@@ -50,10 +53,12 @@ def calibrate(
     """Measure how much each layer changes the hidden states that it is given, and write that beside the model.
 
     Recipe maskkv divides what it keeps among layers by it. The importance of a layer is 1 - the mean cosine of the
-    hidden states before and after it. The mean is over all positions of a prompt and a masked response.
+    hidden states before and after it. The mean is over all positions of a prompt and a masked response. The column
+    "attention" is the mean cosine before and after the layer's attention, by which layers=squeeze divides.
 
     \b
     dgraph calibrate tiny_llada --out calibration.json
+    dgraph eval tiny_llada -r maskkv -o pairs=16 --calibration calibration.json
     dgraph calibrate ./LLaDA-8B-Instruct --prompts longbench.jsonl --tokens 256 --device cuda
     """
     import dgraph
@@ -77,7 +82,7 @@ def calibrate(
     if json:
         print_json({"model": found.name, "file": str(path), **measured.to_json()})
     else:
-        print_table(("layer", "importance", "spread", ""), _rows(measured))
+        print_table(("layer", "importance", "spread", "attention", ""), _rows(measured))
         print_text(f"\n{measured.prompts} prompts, {measured.max_new_tokens} masks after each; written to {path}")
 
 
@@ -100,24 +105,36 @@ def _writable(folder: Path, out: Path | None) -> Path:
 
 
 def prompts_of(model: str, count: int, seed: int) -> list[str]:
-    """Held-out prompts of an embedded model's tasks in turn, without those of its default evaluation.
+    """Prompts for an embedded model, of its tasks in turn, without those of its default evaluation.
+
+    A model without tasks of its own reads English: its prompts are those of the tasks that dgraph brings along. They
+    are drawn at random, and `dgraph eval --task` may ask them, too; a calibration reads no answer.
 
     Raises:
-        InputError: the model has no tasks, or too few prompts.
+        InputError: no embedded model, or too few prompts.
     """
-    from dgraph.evaluate.questions import drawn, stored
+    from dgraph.evaluate.questions import Question, drawn, stored
+    from dgraph.evaluate.tasks import TASKS, questions_of
     from dgraph.families import embedded
 
     known = embedded().get(model)
-    if known is None or known.exam is None:
+    if known is None:
         raise InputError(f"{model} comes with no tasks to draw prompts from; give --prompts FILE.jsonl.")
-    each = -(-count // len(known.exam.names))
+
+    def fresh(task: str, most: int) -> list[Question]:
+        if known.exam is None:
+            return questions_of(task, most, OWN_SEEDS + seed)
+        return drawn(model, [task], most, OWN_SEEDS + seed)
+
+    names = tuple(TASKS) if known.exam is None else known.exam.names
+    each = -(-count // len(names))
     by_task = []
-    for task in known.exam.names:
+    for task in names:
         taken = {question.prompt for question in stored(model) if question.task == task}
-        fresh = [q.prompt for q in drawn(model, [task], each + len(taken), OWN_SEEDS + seed)]
-        by_task.append([prompt for prompt in fresh if prompt not in taken][:each])
-    return list(chain.from_iterable(zip(*by_task, strict=True)))[:count]
+        asked = dict.fromkeys(q.prompt for q in fresh(task, each + len(taken)))
+        by_task.append([prompt for prompt in asked if prompt not in taken][:each])
+    found = [prompt for turn in zip_longest(*by_task) for prompt in turn if prompt is not None]
+    return found[:count]
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -131,11 +148,12 @@ def read_prompts(file: Path) -> list[str]:
     return [question.prompt for question in parse_questions(read_text(file, f"--prompts {file}"), str(file))]
 
 
-def _rows(measured: Calibration) -> list[tuple[str, str, str, str]]:
+def _rows(measured: Calibration) -> list[tuple[str, ...]]:
     most = max(measured.importance) or 1.0
+    columns = zip_longest(measured.importance, measured.spread, measured.similarity)
     return [
-        (str(layer), f"{value:.4f}", f"{spread:.4f}", "#" * round(WIDTH * value / most))
-        for layer, (value, spread) in enumerate(zip(measured.importance, measured.spread, strict=True))
+        (str(layer), *("" if x is None else f"{x:.4f}" for x in numbers), "#" * round(WIDTH * numbers[0] / most))
+        for layer, numbers in enumerate(columns)
     ]
 
 

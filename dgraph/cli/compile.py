@@ -26,6 +26,7 @@ def compile_(
     device: given.Device = None,
     tp: given.Ranks = 1,
     fact: given.Facts = None,
+    calibration: given.Calibration = None,
     batch: Annotated[
         int | None,
         typer.Option(help="Largest batch size to compile and time kernels for, on a GPU.", show_default=False),
@@ -49,7 +50,7 @@ def compile_(
 
     if batch is None and tokens is not None:
         raise InputError("--tokens is the length of the sequences of --batch; give that too, or leave it out.")
-    facts = given.facts(fact)
+    facts = given.facts(fact, calibration)
     options, rows, store = given.recipe_options(recipe, option, kv_dtype), given.bucket_list(buckets), open_cache(cache)
     start = time.perf_counter()
     with ranks(tp, device) as mesh, status("loading") as tell:

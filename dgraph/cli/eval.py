@@ -129,6 +129,7 @@ def evaluate(
     dtype: given.Dtype = None,
     device: given.Device = None,
     fact: given.Facts = None,
+    calibration: given.Calibration = None,
     json: given.Json = False,
 ) -> None:
     """Measure exact match by task, steps, rows per token, and agreement with the dense model.
@@ -177,7 +178,7 @@ def evaluate(
             buckets=given.bucket_list(buckets),
             dtype=dtype,
             device=device,
-            facts=given.facts(fact),
+            facts=given.facts(fact, calibration),
             judge=judge,
         )
     if distributions is not None:

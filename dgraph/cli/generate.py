@@ -95,6 +95,7 @@ def generate(
     weights: given.Weights = None,
     device: given.Device = None,
     fact: given.Facts = None,
+    calibration: given.Calibration = None,
     cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
     json: given.Json = False,
     html: Annotated[
@@ -118,7 +119,11 @@ def generate(
     from dgraph.recipes import RECIPES, build
     from dgraph.viewer import page_of
 
-    options, facts, rows = given.recipe_options(recipe, option, kv_dtype), given.facts(fact), given.bucket_list(buckets)
+    options, facts, rows = (
+        given.recipe_options(recipe, option, kv_dtype),
+        given.facts(fact, calibration),
+        given.bucket_list(buckets),
+    )
     decoding = dgraph.Decoding(
         max_new_tokens=max_new_tokens,
         threshold=threshold,

@@ -46,6 +46,14 @@ Facts = Annotated[
         help="Override a model property of config.json, as block_length=4; may be repeated.",
     ),
 ]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measurements of the model's layers, written by `dgraph calibrate --out FILE`.",
+        show_default="calibration.json beside the model",
+    ),
+]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Write a self-contained page.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Buckets = Annotated[
@@ -140,16 +148,22 @@ def _with(given: Sequence[str] | None, kv_dtype: str | None) -> Sequence[str]:
     return (*(given or ()), *(() if kv_dtype is None else (f"kv_dtype={kv_dtype}",)))
 
 
-def facts(given: Sequence[str] | None) -> dict[str, Any]:
+def facts(given: Sequence[str] | None, calibration: str | None = None) -> dict[str, Any]:
     """`name=value` texts as facts of a model, each read as the type of that field of `ModelSpec`; lists with commas.
+
+    calibration: a file whose measurements are among the facts; one that is also given by name holds.
 
     Raises:
         UnknownName: no fact that a caller can give.
         InputError: no `=`, or a value of another type.
+        CheckpointError: the file is no calibration.
     """
+    from dgraph.plans.calibration import read_calibration
     from dgraph.spec import FACTS, ModelSpec
 
-    types, found = get_type_hints(ModelSpec), {}
+    types, found = get_type_hints(ModelSpec), dict[str, Any]()
+    if calibration is not None:
+        found |= read_calibration(calibration).facts
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:

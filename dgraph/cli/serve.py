@@ -187,6 +187,7 @@ def serve(
     weights: given.Weights = None,
     device: given.Device = None,
     fact: given.Facts = None,
+    calibration: given.Calibration = None,
     cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
 ) -> None:
     """Serve a model over HTTP, in the form of OpenAI's API, until SIGTERM or Ctrl-C.
@@ -263,7 +264,7 @@ def serve(
         dtype=given.torch_dtype(dtype),
         device=device if ray else given.torch_device(device),
         weights=weights,
-        facts=given.facts(fact),
+        facts=given.facts(fact, calibration),
         compilation=Compilation(backend=backend, buckets=given.bucket_list(buckets), artifacts=cache, check=check),
         engine=engine,
     )

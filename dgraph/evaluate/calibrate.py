@@ -1,4 +1,4 @@
-"""Calibration: the change that each layer makes to its hidden states, measured once and ahead (MaskKV, section 3.3).
+"""Calibration: the change that each layer and its attention make to hidden states, measured once and ahead.
 
 The captured model runs on each prompt as it does in the first step of a response: the prompt, and a response that is
 masked throughout. Every row is forwarded through every layer.
@@ -6,7 +6,6 @@ masked throughout. Every row is forwarded through every layer.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from dgraph.errors import CaptureError, InputError
 from dgraph.families import Model, resolve
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.ir.graph import Graph
+from dgraph.ir.layers import FeedForward, Layer, Mixing, layers_of
 from dgraph.ir.verifier import verify
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
@@ -38,6 +38,8 @@ aten = torch.ops.aten
 
 DIGITS = 6
 """Significant digits of a measurement; further ones depend on the order of sums."""
+LAYER, ATTENTION = "similarity_{}", "attention_{}"
+"""Names of a measuring program's outputs, by layer."""
 
 
 def calibrate(
@@ -54,14 +56,18 @@ def calibrate(
 ) -> Calibration:
     """Measure the importance of every layer: 1 - the mean cosine of the hidden states before it and after it.
 
-    MaskKV, Eq. 8. Cosines are taken in fp32, and their mean over all positions of a sequence, prompt and response
-    alike. The importance of a layer is the mean of that over the prompts (appendix A.1), which are run one by one.
-    Rows of a block-causal model see their own block and the earlier ones, as in decoding.
+    MaskKV (arXiv 2510.09309), section 3.3, Eq. 8. Cosines are taken in fp32, and their mean over all positions of a
+    sequence, prompt and response alike. The importance of a layer is the mean of that over the prompts (appendix A.1),
+    which are run one by one. Rows of a block-causal model see their own block and the earlier ones, as in decoding.
+
+    The same forward gives the similarity of every layer: the mean cosine of the hidden states before its attention and
+    after the sum that adds the attention (SqueezeAttention, arXiv 2404.04793, section 3). The authors measure it for
+    each prompt while that is prefilled.
 
         found = dgraph.calibrate("./LLaDA-8B", prompts)
         found.write("./LLaDA-8B/calibration.json")  # where `dgraph.load` finds it
 
-    For a model object: `dgraph.adopt(model, layer_importance=found.importance)`.
+    For a model object: `dgraph.adopt(model, **found.facts)`.
 
     Args:
         model: the name of an embedded model, a checkpoint folder, a model object, or a `Model`.
@@ -89,15 +95,17 @@ def calibrate(
         max_new_tokens = response_length(spec)
     checked = check_request(spec, ids, Decoding(max_new_tokens=max_new_tokens), None)
     graph = measuring(capture_or_load(found.module, spec, found.prefix, open_store(), found.weights)[0])
+    names = [name for name in (LAYER, ATTENTION) if name.format(0) in graph.outputs]
     program = LoweredProgram(graph, RegionCompiler("eager"), Buckets.of("exact"))
-    measured = []
+    measured: dict[str, list[list[float]]] = {name: [] for name in names}
     for i, prompt in enumerate(checked):
         inputs = first_step(spec, prompt, max_new_tokens, graph.device)
         outputs = program(inputs, len(prompt) + max_new_tokens).outputs
-        measured.append([_importance(outputs[_name(layer)]) for layer in range(spec.layers)])
+        for name, of_prompts in measured.items():
+            of_prompts.append([_mean(outputs[name.format(layer)]) for layer in range(spec.layers)])
         if progress is not None:
             progress(i + 1, len(checked))
-    by_layer = list(zip(*measured, strict=True))
+    changes = [[max(0.0, 1 - cosine) for cosine in cosines] for cosines in zip(*measured[LAYER], strict=True)]
     return Calibration(
         family=spec.family,
         layers=spec.layers,
@@ -105,8 +113,9 @@ def calibrate(
         prompts=len(checked),
         max_new_tokens=max_new_tokens,
         seed=seed,
-        importance=tuple(_rounded(math.fsum(values) / len(values)) for values in by_layer),
-        spread=tuple(_rounded(statistics.pstdev(values)) for values in by_layer),
+        importance=tuple(_rounded(statistics.fmean(values)) for values in changes),
+        spread=tuple(_rounded(statistics.pstdev(values)) for values in changes),
+        similarity=tuple(_rounded(statistics.fmean(v)) for v in zip(*measured.get(ATTENTION, ()), strict=True)),
     )
 
 
@@ -134,7 +143,10 @@ def first_step(spec: ModelSpec, prompt: Sequence[int], masks: int, device: torch
 
 
 def measuring(captured: Graph) -> Graph:
-    """A program over packed rows that gives `similarity_l` f32[N] for each layer l instead of logits.
+    """A program over packed rows that gives cosines for each layer l instead of logits.
+
+    They are `similarity_l` f32[N], of the residual stream before and after the layer, and `attention_l` f32[N], of the
+    stream before the layer and with its attention added. The latter are left out if a layer adds no attention.
 
     Raises:
         CaptureError: a layer does not read and hand on one residual stream.
@@ -142,13 +154,15 @@ def measuring(captured: Graph) -> Graph:
     graph = captured.copy()
     run_passes(graph, [PackRows()])
     streams = [_around(graph, layer) for layer in range(graph.spec.layers)]
+    mixed = {
+        layer.index: _mixed(layer, streams[layer.index][1]) for layer in layers_of(graph) if layer.index is not None
+    }
     results = {}
     for layer, (before, after) in enumerate(streams):
-        at, states = after.next, []
-        for stream in (before, after):
-            states.append(graph.call(aten.to.dtype, (stream, torch.float32), before=at, by="calibrate", like=after))
-        args = (*states, -1)
-        results[_name(layer)] = graph.call(aten.cosine_similarity.default, args, before=at, by="calibrate", like=after)
+        results[LAYER.format(layer)] = _cosine(graph, before, after, after)
+        if all(mixed.values()) and len(mixed) == len(streams):
+            added = graph.call(aten.add.Tensor, (before, mixed[layer]), before=after.next, by="calibrate", like=after)
+            results[ATTENTION.format(layer)] = _cosine(graph, before, added, after)
     graph.set_outputs(results)
     graph.sweep()
     verify(graph, "calibrate")
@@ -178,6 +192,20 @@ def _around(graph: Graph, layer: int) -> tuple[Node, Node]:
     return before[0], after[0]
 
 
+def _mixed(layer: Layer, after: Node) -> Node | None:
+    """The value that a layer's attention adds to the residual stream; None if there is no such sum."""
+    network = layer.feed_forward
+    found = layer.mixing(network.attended if isinstance(network, FeedForward) else after)
+    return found.result if isinstance(found, Mixing) else None
+
+
+def _cosine(graph: Graph, a: Node, b: Node, like: Node) -> Node:
+    """f32[N]: cosines of the rows of two values, after both and after `like`."""
+    at = max(a, b, like).next
+    states = [graph.call(aten.to.dtype, (x, torch.float32), before=at, by="calibrate", like=like) for x in (a, b)]
+    return graph.call(aten.cosine_similarity.default, (*states, -1), before=at, by="calibrate", like=like)
+
+
 def _is_stream(graph: Graph, node: Node) -> bool:
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point or graph.row_set(node) is None:
@@ -185,13 +213,9 @@ def _is_stream(graph: Graph, node: Node) -> bool:
     return value.dim() == 2 and value.shape[1] == graph.spec.hidden
 
 
-def _name(layer: int) -> str:
-    return f"similarity_{layer}"
-
-
-def _importance(similarity: Tensor) -> float:
-    """Importance of a layer for one sequence. similarity: f32[t], cosines, which may be above 1 by rounding."""
-    return max(0.0, 1 - float(similarity.double().mean()))
+def _mean(cosines: Tensor) -> float:
+    """Mean over the rows of a sequence, f32[t], in double precision."""
+    return float(cosines.double().mean())
 
 
 def _rounded(value: float) -> float:

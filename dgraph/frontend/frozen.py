@@ -43,6 +43,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 READ_LATER = {
+    "attention_similarity",
     "block_length",
     "encoding",
     "eos_ids",

@@ -20,7 +20,9 @@ _AGAIN = "Run `dgraph calibrate` for this model, or remove the file."
 
 @dataclass(frozen=True)
 class Calibration:
-    """Change of the hidden states by each layer of a model (MaskKV, arXiv 2510.09309, Eq. 8); see `dgraph.calibrate`.
+    """Change of the hidden states by each layer of a model (MaskKV, arXiv 2510.09309, Eq. 8), and by its attention.
+
+    See `dgraph.calibrate`.
 
     Attributes:
         family, layers, hidden: the model, as its spec says it.
@@ -29,6 +31,9 @@ class Calibration:
         seed: of the prompts; None where they were given.
         importance: per layer, the mean over the prompts; at least 0, to six significant digits.
         spread: per layer, the standard deviation among the prompts; 0 for a single one.
+        similarity: per layer, the mean cosine of the hidden states before its attention and after it, which includes
+            the residual (SqueezeAttention, arXiv 2404.04793, section 3). Empty in files of earlier versions, and where
+            attention is no addend of the residual stream.
     """
 
     family: str
@@ -39,6 +44,12 @@ class Calibration:
     seed: int | None
     importance: tuple[float, ...]
     spread: tuple[float, ...]
+    similarity: tuple[float, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The measured facts of a `ModelSpec`, by their names there."""
+        return {"layer_importance": self.importance, "attention_similarity": self.similarity}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values only, in field order, after the version of the format."""
@@ -56,7 +67,7 @@ class Calibration:
                     f"the calibration is of a model with {name} {getattr(self, name)!r}, expected "
                     f"{getattr(spec, name)!r}."
                 )
-        return replace(spec, layer_importance=self.importance)
+        return replace(spec, **self.facts)
 
     def write(self, path: str | Path) -> None:
         """Write the file; the old one stays as it is until the new one is complete.
@@ -132,15 +143,16 @@ def _checked(value: dict[str, Any]) -> Calibration:
         seed=seed,
         importance=_one_per_layer(value, "importance"),
         spread=_one_per_layer(value, "spread"),
+        similarity=_one_per_layer(value, "similarity", least=-1) if value.get("similarity") else (),
     )
 
 
-def _one_per_layer(value: dict[str, Any], name: str) -> tuple[float, ...]:
+def _one_per_layer(value: dict[str, Any], name: str, least: float = 0) -> tuple[float, ...]:
     found, layers = value.get(name), value["layers"]
     if not isinstance(found, list) or len(found) != layers:
         got = f"{len(found)} values" if isinstance(found, list) else repr(found)
         raise ValueError(f"{name} must be a list of {layers} numbers, one for each layer, got {got}")
     for layer, number in enumerate(found):
-        if type(number) not in (int, float) or not math.isfinite(number) or number < 0:
-            raise ValueError(f"{name} of layer {layer} must be a finite number of at least 0, got {number!r}")
+        if type(number) not in (int, float) or not math.isfinite(number) or number < least:
+            raise ValueError(f"{name} of layer {layer} must be a finite number of at least {least}, got {number!r}")
     return tuple(map(float, found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 import dgraph
 from dgraph.cli.calibrate import OWN_SEEDS, prompts_of
 from dgraph.evaluate.questions import drawn, stored
+from dgraph.evaluate.tasks import TASKS as BUNDLED
+from dgraph.evaluate.tasks import questions_of
 from dgraph.families import embedded
 from dgraph.models.tasks import TASKS, is_held_out
 from dgraph.plans.calibration import FILE, read_calibration
@@ -38,9 +41,10 @@ def test_an_embedded_model_is_calibrated_on_its_tasks(run: Run, tmp_path: Path) 
     found = read_calibration(tmp_path / "c.json")
     assert (found.prompts, found.seed, found.max_new_tokens) == (2, 0, 64)
     titles, *rows = result.stdout.partition("\n\n")[0].splitlines()
-    assert titles.split() == ["layer", "importance", "spread"]
-    assert [row.split()[:3] for row in rows] == [
-        [str(i), f"{found.importance[i]:.4f}", f"{found.spread[i]:.4f}"] for i in range(12)
+    assert titles.split() == ["layer", "importance", "spread", "attention"]
+    assert [row.split()[:4] for row in rows] == [
+        [str(i), f"{found.importance[i]:.4f}", f"{found.spread[i]:.4f}", f"{found.similarity[i]:.4f}"]
+        for i in range(12)
     ]
     bars = [row.count("#") for row in rows]
     assert bars[0] == max(bars) == 40
@@ -91,6 +95,19 @@ def test_prompts_are_held_out_of_training_and_of_evaluation(model: str, count: i
         assert not set(found) & {q.prompt for q in drawn(model, [task], 50, seed=0)}
     assert found == prompts_of(model, count, seed=0)
     assert found != prompts_of(model, count, seed=1)
+
+
+@pytest.mark.parametrize("model", ["smol_sdar", "smol_llada"])
+def test_a_model_that_reads_english_is_asked_bundled_tasks(model: str) -> None:
+    found = prompts_of(model, 60, seed=0)
+    assert len(set(found)) == 60
+    task_of = {question.prompt: task for task in BUNDLED for question in questions_of(task)}
+    counts = Counter(task_of[prompt] for prompt in found)
+    assert set(counts) == set(BUNDLED)
+    assert set(counts.values()) == {5, 6}
+    assert not set(found) & {q.prompt for q in stored(model)}
+    assert found == prompts_of(model, 60, seed=0)
+    assert found != prompts_of(model, 60, seed=1)
 
 
 def test_every_task_has_its_share() -> None:

