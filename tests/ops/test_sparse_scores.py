@@ -53,8 +53,10 @@ def call_of(
     }
 
 
-def votes(call: Call, scale: float = 0.5, first: int = 0, last: int = ALL) -> Tensor:
-    return kv_votes(*call.values(), scale, first, last)
+def votes(
+    call: Call, scale: float = 0.5, first: int = 0, last: int = ALL, quarters: tuple[int, int] = (0, 4)
+) -> Tensor:
+    return kv_votes(*call.values(), scale, first, last, None, *quarters)
 
 
 def scores(call: Call, scale: float = 0.5, shared: bool = False) -> Tensor:
@@ -75,19 +77,20 @@ def bounds(cu: Tensor, s: int) -> range:
     return range(int(cu[s]), int(cu[s + 1]))
 
 
-def voters_of(call: Call, s: int, first: int, last: int) -> list[int]:
+def voters_of(call: Call, s: int, first: int, last: int, quarters: tuple[int, int] = (0, 4)) -> list[int]:
     low = int(call["window"][s, 0])
-    return [i for i in bounds(call["cu_rows"], s) if low + first <= call["positions"][i] < low + last]
+    found = [i for i in bounds(call["cu_rows"], s) if low + first <= call["positions"][i] < low + last]
+    return [i for n, i in enumerate(found) if quarters[0] * len(found) // 4 <= n < quarters[1] * len(found) // 4]
 
 
-def slow_votes(call: Call, scale: float, first: int, last: int) -> Tensor:
+def slow_votes(call: Call, scale: float, first: int, last: int, quarters: tuple[int, int] = (0, 4)) -> Tensor:
     q, k = call["q"].double(), call["k"].double()
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(k.shape[:2], dtype=torch.float64)
     for s in range(len(call["action"])):
         if call["action"][s] != SELECT:
             continue
-        for i, head in itertools.product(voters_of(call, s, first, last), range(q.shape[1])):
+        for i, head in itertools.product(voters_of(call, s, first, last, quarters), range(q.shape[1])):
             seen = [j for j in bounds(call["cu_keys"], s) if call["key_positions"][j] < call["limit"][i]]
             weights = [math.exp(scale * float(q[i, head] @ k[j, head // group])) for j in seen]
             for j, weight in zip(seen, weights, strict=True):
@@ -121,6 +124,22 @@ def test_against_loops(seed: int, heads: tuple[int, int]) -> None:
         assert_close(votes(call, 0.3, first, last).double(), slow_votes(call, 0.3, first, last), rtol=1e-5, atol=1e-6)
     for shared in (False, True):
         assert_close(scores(call, 0.3, shared).double(), slow_scores(call, 0.3, shared), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("quarters", [(0, 1), (1, 3), (3, 4), (0, 0), (2, 3)])
+def test_a_part_of_the_rows_votes(quarters: tuple[int, int]) -> None:
+    call = call_of(3, rows=(15, 0, 9))
+    call["window"] = per_sequence([(5, 30), (0, 4), (20, 25)])  # nearly all rows, no rows, the last few
+    for first in (0, -ALL - 1):
+        got, want = votes(call, 0.3, first, ALL, quarters), slow_votes(call, 0.3, first, ALL, quarters)
+        assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_parts_add_up_to_all_votes() -> None:
+    call = call_of(6, cuts=False, rows=(13, 4))
+    parts = [votes(call, first=-ALL - 1, quarters=(n, n + 1)) for n in range(4)]
+    assert_close(torch.stack(parts).sum(0), votes(call, first=-ALL - 1))
+    assert all((part > 0).all() for part in parts)
 
 
 @pytest.mark.parametrize("first", [0, -4, -ALL - 1])

@@ -18,11 +18,14 @@ CONTRACT = """\
 The votes for key row j of a sequence with action SELECT, and for KV head h: the mean over the query heads of h's group
 of
 the sum over voters i of softmax_j(scale * q_i . k_j), the softmax over the key rows of the sequence whose position is
-below limit[i]. Voters: the query rows of the sequence with lo + first <= position < lo + last, for its window [lo, hi).
-MaskKV Eq. 6 has first=0, last=2**31-1 (the response votes); SnapKV first=-32, last=0 (the last rows of the prompt);
-H2O first=-2**31, last=2**31-1 (all rows).
+below limit[i]. Voters: of the n query rows of the sequence with lo + first <= position < lo + last, for its window
+[lo, hi), those from number first_quarters * n // 4 on and below number last_quarters * n // 4.
+MaskKV Eq. 6 has first=0, last=2**31-1 (the response votes), its Table 11 also the quarters 0 to 1, 1 to 3 or 3 to 4
+(masks at the front, in the middle or at the back); SnapKV first=-32, last=0 (the last rows of the prompt); H2O
+first=-2**31, last=2**31-1 (all rows).
 q [N, Hq, D], positions i64[N] and limit i32[N] by cu_rows i32[b+1]; k [M, Hkv, D] and key_positions i64[M] by
-cu_keys i32[b+1]; positions ascend in a sequence; window i32[b, 2]; action i32[b]; first and last fit in i32
+cu_keys i32[b+1]; positions ascend in a sequence; window i32[b, 2]; action i32[b]; first and last fit in i32; quarters
+from 0 to 4 and ascending
 k in float8_e4m3fn has k_scale f32[M, Hkv], contiguous: a key stands for its scale times what is stored
 -> f32[M, Hkv] (float64 for float64). Query head h reads KV head h // (Hq / Hkv). Scores and sums in fp32 at least.
 Over the keys of a sequence a head's votes sum to the number of voters that see a key; one that sees none votes for
@@ -44,6 +47,8 @@ def reference(
     first: int,
     last: int,
     k_scale: Tensor | None = None,
+    first_quarters: int = 0,
+    last_quarters: int = 4,
 ) -> Tensor:
     check_heads("kv_votes", q, k, 1)
     check_scale("kv_votes", k, k_scale)
@@ -53,6 +58,7 @@ def reference(
         position = positions[rows]
         chosen = (position >= lows[s] + first) & (position < lows[s] + last)
         voters = rows.start + chosen.nonzero().squeeze(1)
+        voters = voters[first_quarters * len(voters) // 4 : last_quarters * len(voters) // 4]
         found = unscaled(k[keys], None if k_scale is None else k_scale[keys], q.dtype).to(out.dtype)
         size = max(1, GROUP_ELEMENTS // max(1, q.shape[1] * (keys.stop - keys.start)))
         for some in voters.split(size):
@@ -96,6 +102,12 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         ("no rows", (0, 0), ((0, 4), (0, 4)), (SELECT, SELECT), (2, 1), 8, 0, ALL),
     ):
         yield sample(name, counts, windows, actions, heads, d, first, last, generator)
+    for name, counts, windows, quarters in (
+        ("the front votes", (20, 17), ((10, 20), (10, 17)), (0, 1)),
+        ("the middle votes", (20, 17), ((10, 20), (10, 17)), (1, 3)),
+        ("the back votes, of a window of one row, too", (9, 5), ((2, 9), (4, 5)), (3, 4)),
+    ):
+        yield sample(name, counts, windows, (SELECT, SELECT), (4, 2), 16, 0, ALL, generator, quarters)
     # Every second query row takes part, and limits lie below the last key: some rows see few keys, some see none.
     whole = sample("", (16, 10), ((8, 12), (4, 8)), (SELECT, SELECT), (4, 2), 8, 0, ALL, generator).args
     q, k, positions, key_positions, _, cu_keys, limit, *rest = whole
@@ -122,12 +134,14 @@ def sample(
     first: int,
     last: int,
     generator: torch.Generator,
+    quarters: tuple[int, int] | None = None,
 ) -> Sample:
     """A call whose key rows are its query rows, from position 0 on; every row sees all of them."""
     q, k = (torch.randn(sum(counts), h, d, generator=generator) * 2 for h in heads)
     cu, positions = cu_rows_of(counts), positions_of(counts, [0] * len(counts))
     limit = torch.tensor(counts).repeat_interleave(torch.tensor(counts)).int()
-    rest = (per_sequence(windows), per_sequence(actions), d**-0.5, first, last)
+    parts = () if quarters is None else (None, *quarters)
+    rest = (per_sequence(windows), per_sequence(actions), d**-0.5, first, last, *parts)
     padded = [pad_rows(x, 3) for x in (q, k, positions, positions, limit)]
     return Sample(
         name,

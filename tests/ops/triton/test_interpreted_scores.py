@@ -17,7 +17,7 @@ MANY = (2, *(0,) * 515, 3, 0, 1)
 
 
 def check(interpreted: Interpreter, call: Call, *rest: Any, **options: Any) -> None:
-    name = "kv_votes" if len(rest) == 3 else "kv_scores"
+    name = "kv_votes" if len(rest) > 2 else "kv_scores"
     left_out = () if name == "kv_votes" else ("key_positions", "limit")
     args = (*(value for key, value in call.items() if key not in left_out), *rest)
     result, _ = interpreted(name, args, **options)
@@ -52,6 +52,12 @@ def test_votes_in_any_tiles_and_shares(
 
     call = call_of(sum(sizes), [SELECT, DENSE, SELECT, SELECT], heads, (50, 9, 0, 21), cuts)
     check(interpreted, call, 0.4, first, last, tiling=Tiling(*sizes, warps=4, stages=1, resident=resident))
+
+
+@pytest.mark.parametrize("quarters", [(0, 1), (1, 3), (3, 4)])
+def test_a_part_of_the_rows_votes(interpreted: Interpreter, quarters: tuple[int, int]) -> None:
+    call = call_of(5, [SELECT, DENSE, SELECT, SELECT], (4, 2), (31, 9, 0, 14))
+    check(interpreted, call, 0.4, -ALL - 1, ALL, None, *quarters)
 
 
 def test_scores_may_have_a_scale_of_any_sign(interpreted: Interpreter) -> None:

@@ -81,6 +81,8 @@ def kernel(
     first: int,
     last: int,
     k_scale: Tensor | None = None,
+    first_quarters: int = 0,
+    last_quarters: int = 4,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """dgraph::kv_votes; see its contract. `tiling` overrides the sizes chosen for the shape."""
@@ -100,7 +102,8 @@ def kernel(
     seen = torch.empty(n, dtype=torch.int32, device=q.device)
     _find[(b,)](
         positions.contiguous(), key_positions.contiguous(), cu_rows, cu_keys, limit.contiguous(),
-        window.contiguous(), action, voters, seen, b, max(n, m).bit_length(), first, last, SELECT, CHUNK, num_warps=4,
+        window.contiguous(), action, voters, seen, b, max(n, m).bit_length(), first, last,
+        first_quarters, last_quarters, SELECT, CHUNK, num_warps=4,
     )  # fmt: skip
     # Room for every row to vote; where few do, the room is for shares of the keys.
     room = max(n // rows + b, LEAST_TILES)
@@ -150,7 +153,8 @@ def rows_between(positions_ptr, cu_ptr, s, low, high, steps):
 @triton.jit
 def _find(
     positions_ptr, key_positions_ptr, cu_ptr, cu_keys_ptr, limit_ptr, window_ptr, action_ptr, voters_ptr, seen_ptr,
-    b, steps, first, last, WANTED: tl.constexpr, CHUNK: tl.constexpr,
+    b, steps, first, last, first_quarters: tl.constexpr, last_quarters: tl.constexpr, WANTED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """voters[:, s] = first voter of sequence s, and how many; seen[row] = the number of keys that a voter sees."""
     s = tl.program_id(0)
@@ -160,6 +164,8 @@ def _find(
         return
     low = tl.load(window_ptr + 2 * s).to(tl.int64)
     begin, end = rows_between(positions_ptr, cu_ptr, s, low + first, low + last, steps)
+    rows = end - begin
+    begin, end = begin + first_quarters * rows // 4, begin + last_quarters * rows // 4
     tl.store(voters_ptr + s, begin)
     tl.store(voters_ptr + b + s, end - begin)
     start = tl.load(cu_keys_ptr + s)
