@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
+from dgraph.errors.former import tell_former
 from dgraph.ir.graph import Graph
 from dgraph.ir.layers import windowed
 from dgraph.ops import OPS
@@ -33,11 +34,42 @@ CU_KEYS = InputSpec("cu_keys", torch.int32, ("b+1",))
 EVERYTHING = 1 << 31
 """More positions than any sequence has."""
 
-VOTERS = {"mask_voting": (0, EVERYTHING - 1), "snapkv": (-32, 0), "h2o": (-EVERYTHING, EVERYTHING - 1)}
-"""Rows whose attention is summed, as positions relative to the window's beginning.
 
-MaskKV sums over the response's rows, SnapKV over the prompt's last 32 (its observation window), H2O over all rows.
+class Voters(NamedTuple):
+    """Rows whose attention is summed: positions from `first` on and below `last`, relative to the window's beginning.
+
+    Attributes:
+        first, last: the two bounds.
+        first_quarters, last_quarters: the part of these rows that votes, from one quarter up to another.
+    """
+
+    first: int
+    last: int
+    first_quarters: int = 0
+    last_quarters: int = 4
+
+    @property
+    def outside(self) -> bool:
+        """True if rows before the window are among them."""
+        return self.first < 0
+
+
+VOTERS = {
+    "mask_voting": Voters(0, EVERYTHING - 1),
+    "front_voting": Voters(0, EVERYTHING - 1, 0, 1),
+    "middle_voting": Voters(0, EVERYTHING - 1, 1, 3),
+    "back_voting": Voters(0, EVERYTHING - 1, 3, 4),
+    "prompt_voting": Voters(-EVERYTHING, 0),
+    "all_voting": Voters(-EVERYTHING, EVERYTHING - 1),
+    "snapkv": Voters(-32, 0),
+}
+"""Rows whose attention is summed, by selector.
+
+MaskKV sums over the response's rows, or over its first, its second and third, or its last quarter (Table 11); over the
+prompt's rows or over all (Table 13). SnapKV sums over the prompt's last 32 rows, its observation window.
 """
+FORMER = {"h2o": "all_voting"}
+"""Present names of selectors by their former ones, which go with version 0.3."""
 SCORES = {"block": False, "shared": True}
 """Products of keys with the block's mean query, and whether all heads share their mean."""
 SELECTORS = (*VOTERS, *SCORES)
@@ -84,8 +116,10 @@ class SparseKV(Pass):
 
     Attributes:
         selector: "mask_voting": the sum of the attention that a key gets from the response's rows (MaskKV, Eq. 6);
-            "block": its product with the block's mean query, per head (dLLM-Serve, Eq. 6); "shared": the same, averaged
-            over all heads (Sparse-dLLM); "snapkv": attention from the prompt's last 32 rows; "h2o": from all rows.
+            "front_voting", "middle_voting" or "back_voting": from their first quarter, the middle half or the last
+            quarter (Table 11); "prompt_voting": from the prompt's rows; "all_voting": from all rows (Table 13);
+            "snapkv": from the prompt's last 32 rows; "block": its product with the block's mean query, per head
+            (dLLM-Serve, Eq. 6); "shared": the same, averaged over all heads (Sparse-dLLM).
         ratio: entries per head, on average, as a share of the candidates; 0 if `pairs` gives their number.
         pairs: entries per head on average, one number or one for each layer.
         heads: division of a layer's budget: "uniform", "mass" (by the sum of each head's scores: MaskKV, Eq. 7) or
@@ -99,6 +133,8 @@ class SparseKV(Pass):
             (block-causal models). Their inputs are `key_positions` i64[M] and `cu_keys` i32[b+1]. False: they are the
             keys of the step's own rows.
         kept: where the kept keys are, "packed" or in their "pages"; see `dgraph.plans.kv.KVPlan`.
+        recent_share: share of `pairs` that goes to the last candidates before the window, besides `recent` (with
+            "all_voting" and a half it is H2O); in [0, 1].
     """
 
     selector: str = "mask_voting"
@@ -112,6 +148,7 @@ class SparseKV(Pass):
     reuse: bool = False
     cached: bool = False
     kept: str = PACKED
+    recent_share: float = 0.0
 
     effect: ClassVar[Effect] = Effect.APPROXIMATE
     papers: ClassVar[tuple[Paper, ...]] = (
@@ -134,6 +171,9 @@ class SparseKV(Pass):
     def __post_init__(self) -> None:
         if isinstance(self.pairs, list):  # as JSON has it
             object.__setattr__(self, "pairs", tuple(self.pairs))
+        if self.selector in FORMER:
+            tell_former(f"SparseKV(selector={self.selector!r})", f"{FORMER[self.selector]!r}")
+            object.__setattr__(self, "selector", FORMER[self.selector])
         check_budget(self.ratio, self.pairs)
         for name, value, known in (
             ("selector", self.selector, SELECTORS),
@@ -143,8 +183,9 @@ class SparseKV(Pass):
         ):
             if value not in known:
                 raise InputError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
-        if type(self.floor) not in (int, float) or not 0 <= self.floor <= 1:
-            raise InputError(f"floor must be a number from 0 to 1, got {self.floor!r}.")
+        for name, share in (("floor", self.floor), ("recent_share", self.recent_share)):
+            if type(share) not in (int, float) or not 0 <= share <= 1:
+                raise InputError(f"{name} must be a number from 0 to 1, got {share!r}.")
         if type(self.pool) is not int or self.pool < 1 or self.pool % 2 == 0:
             raise InputError(f"pool must be odd and at least 1, got {self.pool!r}.")
         if type(self.recent) is not int or self.recent < 0:
@@ -162,7 +203,7 @@ class SparseKV(Pass):
 
     def identity(self) -> SparseKV:
         """See `Pass.identity`."""
-        return replace(self, ratio=1.0, pairs=())
+        return replace(self, ratio=1.0, pairs=(), recent_share=0.0)
 
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):
@@ -176,6 +217,8 @@ class SparseKV(Pass):
                 f"pairs has {len(self.pairs)} numbers, but the model {graph.spec.layers} layers; give one, or one for "
                 f"each layer."
             )
+        if self.recent_share and not self.pairs:
+            raise InputError(f"recent_share={self.recent_share:g} is a share of pairs; give pairs instead of ratio.")
         for node in graph.find("paged_attention"):
             layer = node.meta["layer"]
             if reason := windowed(node):
@@ -222,7 +265,8 @@ class SparseKV(Pass):
         if not self.reuse:
             score = self._score(graph, attention, k, keys, (window, action), row_scales[:1], by)
             budget = (float(self.ratio), pairs_of(self.pairs, layer))
-            settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, self.recent)
+            recent = self.recent + int(self.recent_share * budget[1])
+            settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, recent)
             score, *first = self._over_heads(graph, score, heads, attention, by)
             packed = (*packs, count, index, start, layer)
             args = (score, *(ABSENT if in_pages else (k, v)), *keys, window, action, *packed, *settings, *first)
@@ -253,8 +297,10 @@ class SparseKV(Pass):
         # Rows of a query may be fewer than those of the keys: an eviction stands between the two, or they are cached.
         positions = key_positions if cu_rows is cu_keys else graph.on_rows_of("positions", attention, by)
         if self.selector in VOTERS:
-            args = (q, k, positions, key_positions, cu_rows, cu_keys, limit, *where, scale, *VOTERS[self.selector])
-            args = (*args, *k_scale)
+            voters = VOTERS[self.selector]
+            args = (q, k, positions, key_positions, cu_rows, cu_keys, limit, *where, scale, voters.first, voters.last)
+            quarters = voters.first_quarters, voters.last_quarters
+            args = (*args, *k_scale) if quarters == (0, 4) else (*args, *(k_scale or (None,)), *quarters)
             return graph.call(OPS["kv_votes"], args, before=attention, by=by)
         shared = (q, k, positions, cu_rows, cu_keys, *where, scale, SCORES[self.selector], *k_scale)
         return graph.call(OPS["kv_scores"], shared, before=attention, by=by)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import InputError, UnknownName, warn
 from dgraph.passes.chunk_lm_head import ChunkLMHead
 from dgraph.passes.fuse_glu import FuseGLU
 from dgraph.passes.reuse_rows import ReuseRows
-from dgraph.passes.sparse_kv import SparseKV
+from dgraph.passes.sparse_kv import VOTERS, SparseKV
 from dgraph.plans import budgets
 from dgraph.plans.kv import KVPlan
 from dgraph.plans.papers import DLLM_CACHE, DLLM_SERVE, MASKKV, SPARSE_DLLM, Paper
@@ -30,40 +30,59 @@ DEFAULT_RATIO = 0.5
 DEFAULT_PAIRS = 256
 
 
+def _by_importance(keys: MaskKVKeys, spec: ModelSpec) -> tuple[int, ...]:
+    if not spec.layer_importance:
+        warn(
+            f"maskkv divides pairs among layers by their importance, which was not measured for this {spec.family} "
+            f"model, so every layer gets the same; run `dgraph calibrate` for the model, or give layers='uniform'."
+        )
+        return (keys.pairs,)
+    return budgets.maskkv(keys.pairs, spec.layer_importance, boundary=keys.boundary, beta=keys.layer_floor)
+
+
+def _squeezed(keys: MaskKVKeys, spec: ModelSpec) -> tuple[int, ...]:
+    if not spec.attention_similarity:
+        raise InputError(
+            f"layers='squeeze' groups layers by how little their attention changes hidden states, which was not "
+            f"measured for {spec.family}; run `dgraph calibrate` for the model, or use layers='uniform'."
+        )
+    return budgets.squeeze(keys.pairs, spec.attention_similarity)
+
+
+LAYERS: dict[str, Callable[[MaskKVKeys, ModelSpec], tuple[int, ...]]] = {
+    "importance": _by_importance,
+    "uniform": lambda keys, spec: (keys.pairs,),
+    "squeeze": _squeezed,
+    "pyramid": lambda keys, spec: budgets.pyramid(spec.layers, keys.pairs),
+}
+"""Divisions of pairs among layers by name: one number for all layers, or one for each."""
+
+
 @dataclass(frozen=True)
 class _Method:
-    """Method of MaskKV's tables: its choice of keys, and its division of pairs among layers, if not even."""
+    """Method of MaskKV's tables: its choice of keys, and its division of pairs among layers, a name of `LAYERS`."""
 
     select: SparseKV
-    budget: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
+    layers: str = "uniform"
 
 
+_MASKS = SparseKV("mask_voting", heads="mass", floor=0.1)
 _SNAPKV = SparseKV("snapkv", pool=7, recent=32)
 
-
-def _squeezed(spec: ModelSpec, pairs: int) -> tuple[int, ...]:
-    if not spec.layer_importance:
-        raise InputError(
-            f"selector 'squeeze' groups layers by how much they change what they are given, which was not measured for "
-            f"{spec.family}; run `dgraph calibrate` for the model, or use 'snapkv'."
-        )
-    return budgets.squeeze(pairs, [1 - s for s in spec.layer_importance])
-
-
-def _pyramid(spec: ModelSpec, pairs: int) -> tuple[int, ...]:
-    return budgets.pyramid(spec.layers, pairs)
-
-
 METHODS: dict[str, _Method] = {
-    "mask_voting": _Method(SparseKV("mask_voting", heads="mass", floor=0.1)),
+    "mask_voting": _Method(_MASKS, "importance"),
+    "front_voting": _Method(replace(_MASKS, selector="front_voting"), "importance"),
+    "middle_voting": _Method(replace(_MASKS, selector="middle_voting"), "importance"),
+    "back_voting": _Method(replace(_MASKS, selector="back_voting"), "importance"),
+    "prompt_voting": _Method(SparseKV("prompt_voting")),
+    "all_voting": _Method(SparseKV("all_voting")),
     "snapkv": _Method(_SNAPKV),
-    "pyramidkv": _Method(_SNAPKV, _pyramid),
-    "squeeze": _Method(_SNAPKV, _squeezed),
+    "pyramidkv": _Method(_SNAPKV, "pyramid"),
+    "squeeze": _Method(_SNAPKV, "squeeze"),
     "adakv": _Method(replace(_SNAPKV, heads="adaptive", floor=0.2)),
-    "h2o": _Method(SparseKV("h2o")),
+    "h2o": _Method(SparseKV("all_voting", recent_share=0.5)),
 }
 """Selectors of MaskKV's tables by name."""
-LAYERS = ("importance", "uniform")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +97,22 @@ class MaskKVKeys(KeyOptions):
     the next token, the first step that denoises chooses, by the rows of its block. Forwards that encode before that
     step read every key. Later ones read the kept keys, as a commit does, and predict the next token from them.
 
+    KVZip, the other baseline of the paper's Table 10, is not among the selectors. It scores keys by a second forward in
+    which the model repeats the prompt, and a program forwards rows of the canvas alone: the copy has no place there.
+
     Attributes:
         pairs: prompt positions that a head keeps on average; at least the prompt's length keeps all.
-        ratio: instead, the share of the prompt that it keeps.
-        selector: "mask_voting", or an autoregressive method that MaskKV is compared with: "snapkv", "pyramidkv",
-            "squeeze" (SqueezeAttention), "adakv" or "h2o"; these ask rows of the prompt, which only a bidirectional
-            model's steps forward.
-        layers: division of pairs among layers by "mask_voting": by their "importance" (if it was measured: see `dgraph
-            calibrate`), or "uniform".
+        ratio: instead, the share of the prompt that it keeps, the same in all layers.
+        selector: rows that vote, "mask_voting": those of the response; "front_voting", "middle_voting" or
+            "back_voting": its first quarter, the middle half or its last quarter; "prompt_voting" or "all_voting": the
+            prompt's, or all. Or an autoregressive method that MaskKV is compared with: "snapkv", "pyramidkv", "squeeze"
+            (SqueezeAttention), "adakv" or "h2o" (all vote; half of the pairs are the prompt's last positions). Rows of
+            the prompt vote in a bidirectional model alone, whose steps forward them.
+        layers: division of pairs among layers: by "importance" or "squeeze" (by what `dgraph calibrate` measures),
+            "pyramid" or "uniform"; "": the method's own, which is "importance" if masks vote.
         heads: division of a layer's pairs among heads: "uniform", "mass" or "adaptive"; "": the method's own.
-        head_floor: share of a layer's pairs that its heads get alike (mask_voting; alpha in the paper).
+        head_floor: share of a layer's pairs that its heads get alike, if masks vote or they divide by mass (alpha in
+            the paper).
         layer_floor: share of the pairs that layers get alike (importance; beta in the paper).
         boundary: layers at either end that count as boundary layers (importance).
     """
@@ -95,7 +120,7 @@ class MaskKVKeys(KeyOptions):
     pairs: int = DEFAULT_PAIRS
     ratio: float = 0.0
     selector: str = "mask_voting"
-    layers: str = "importance"
+    layers: str = ""
     heads: str = ""
     head_floor: float = 0.1
     layer_floor: float = 0.4
@@ -109,41 +134,43 @@ class MaskKVKeys(KeyOptions):
         super().__post_init__()
         if self.selector not in METHODS:
             raise UnknownName("selector of maskkv", self.selector, METHODS)
-        if self.layers not in LAYERS:
+        if self.layers not in ("", *LAYERS):
             raise UnknownName("layers of maskkv", self.layers, LAYERS)
         if self.ratio and self.pairs != DEFAULT_PAIRS:
             raise InputError(f"give either pairs or ratio, got pairs={self.pairs} and ratio={self.ratio!r}.")
-        if self.ratio and METHODS[self.selector].budget is not None:
-            raise InputError(
-                f"selector {self.selector!r} divides a number of pairs among layers; give pairs instead of ratio."
+        if self.ratio and (reason := self._why_pairs()):
+            raise InputError(f"{reason}; give pairs instead of ratio.")
+        if self.selector == "h2o":
+            warn(
+                "selector 'h2o' of maskkv is H2O as it is published since version 0.2: heavy hitters and recent "
+                "positions by halves. Its former choice is 'all_voting'; this notice goes with version 0.3."
             )
+
+    def _why_pairs(self) -> str:
+        """Reason why a ratio cannot be the budget; "" if it can."""
+        method = METHODS[self.selector]
+        if self.layers not in ("", "uniform"):
+            return f"layers={self.layers!r} divides a number of pairs among layers"
+        if not self.layers and method.layers in ("squeeze", "pyramid"):
+            return f"selector {self.selector!r} divides a number of pairs among layers"
+        if method.select.recent_share:
+            return f"selector {self.selector!r} halves a number of pairs"
+        return ""
 
     def selection(self, spec: ModelSpec) -> KVSelection:
         """See `KeyOptions`."""
-        if spec.attention == "block_causal" and self.selector != "mask_voting":
+        method = METHODS[self.selector]
+        if spec.attention == "block_causal" and VOTERS[method.select.selector].outside:
             raise InputError(
                 f"selector {self.selector!r} ranks the prompt's keys by how its own rows attend to them. "
                 f"{spec.family} is block_causal: its selecting step forwards no whole block of the prompt. Use "
                 f"'mask_voting'."
             )
-        method, pairs = METHODS[self.selector], self._pairs(spec)
-        select = replace(method.select, ratio=self.ratio, pairs=pairs)
-        if self.heads:
-            select = replace(select, heads=self.heads)
-        if self.selector == "mask_voting":
+        pairs = () if self.ratio else LAYERS[self.layers or method.layers](self, spec)
+        select = replace(method.select, ratio=self.ratio, pairs=pairs, heads=self.heads or method.select.heads)
+        if "mass" in (method.select.heads, self.heads):
             select = replace(select, floor=self.head_floor)
         return KVSelection(KVPlan(self.window, ratio=self.ratio, pairs=pairs), select)
-
-    def _pairs(self, spec: ModelSpec) -> tuple[int, ...]:
-        """Positions that a head keeps on average: one number for all layers, or one for each; () for a ratio."""
-        if self.ratio:
-            return ()
-        budget = METHODS[self.selector].budget
-        if budget is not None:
-            return budget(spec, self.pairs)
-        if self.selector == "mask_voting" and self.layers == "importance" and spec.layer_importance:
-            return budgets.maskkv(self.pairs, spec.layer_importance, boundary=self.boundary, beta=self.layer_floor)
-        return (self.pairs,)
 
 
 INTERVALS = (50, 5, 0.25)

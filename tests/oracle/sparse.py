@@ -34,9 +34,9 @@ from tests.oracle.qwen3 import Config, Weights, gated, project, rms_norm, rope
 class Method:
     """Which keys are kept, and which rows are forwarded.
 
-    selector: "mask_voting", "snapkv", "h2o", "block" or "shared". pairs: per layer, or `ratio`. interval: full steps of
-    a block, 0 for none but the first. first: a block's first step decodes its first position. prompt_interval,
-    response_interval, rho: MaskKV's.
+    selector: "block", "shared", or rows that vote, a name in `voters`. pairs: per layer, or `ratio`. recent: last
+    candidates before the window that are kept in any case. interval: full steps of a block, 0 for none but the first.
+    first: a block's first step decodes its first position. prompt_interval, response_interval, rho: MaskKV's.
     """
 
     window: str
@@ -76,6 +76,20 @@ class Memory:
         self.kept: list[list[Head]] = [[] for _ in range(config.layers)]
 
 
+def voters(selector: str, low: int, count: int) -> range:
+    """Positions whose rows vote, of `count`; the window begins at `low`. Its quarters are rounded down."""
+    quarter = [low + (count - low) * i // 4 for i in range(5)]
+    return {
+        "mask_voting": range(low, count),
+        "front_voting": range(quarter[0], quarter[1]),
+        "middle_voting": range(quarter[1], quarter[3]),
+        "back_voting": range(quarter[3], quarter[4]),
+        "prompt_voting": range(low),
+        "all_voting": range(count),
+        "snapkv": range(max(0, low - 32), low),
+    }[selector]
+
+
 def scores(method: Method, q: Tensor, k: Tensor, window: tuple[int, int]) -> Tensor:
     """[Hkv, L]: rank of every position of a sequence whose rows are all forwarded; q [L, Hq, D], k [L, Hkv, D]."""
     group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
@@ -86,8 +100,8 @@ def scores(method: Method, q: Tensor, k: Tensor, window: tuple[int, int]) -> Ten
         if method.selector == "shared":
             return mean.mean(dim=0).expand(k.shape[1], -1)
         return mean.view(k.shape[1], group, -1).amax(dim=1)
-    first, last = {"mask_voting": (low, len(q)), "snapkv": (max(0, low - 32), low), "h2o": (0, len(q))}[method.selector]
-    votes = products.softmax(dim=-1)[:, first:last].sum(dim=1)
+    rows = voters(method.selector, low, len(q))
+    votes = products.softmax(dim=-1)[:, rows.start : rows.stop].sum(dim=1)
     return votes.view(k.shape[1], group, -1).mean(dim=1)
 
 

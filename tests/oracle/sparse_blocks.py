@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from tests.oracle.dyllm import Turn
 from tests.oracle.qwen3 import Cache, Config, FeedForward, Weights, gated, rms_norm, rope
 from tests.oracle.scoring import EvictRows
-from tests.oracle.sparse import Head, Method, attend, choose_keys
+from tests.oracle.sparse import Head, Method, attend, choose_keys, voters
 
 
 @dataclass(frozen=True)
@@ -154,9 +154,10 @@ class SparseBlocks:
         score = torch.zeros(heads, end)
         for head in range(q.shape[1]):
             products = q[mine, head] @ k[:, head // group].T * q.shape[2] ** -0.5
-            if self.method.selector == "mask_voting":
+            if self.method.selector not in ("block", "shared"):
                 assert {limits[i] for i in mine} == {end}
-                score[head // group] += products.softmax(dim=-1).sum(dim=0) / group
+                votes = [positions[i] in voters(self.method.selector, low, end) for i in mine]
+                score[head // group] += products.softmax(dim=-1)[votes].sum(dim=0) / group
             elif self.method.selector == "shared":
                 score += products.mean(dim=0) / q.shape[1]
             else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dgraph.errors import InputError, PassError
+from dgraph.errors import DgraphWarning, InputError, PassError
 from dgraph.ir.graph import Graph
 from dgraph.ops import OPS
 from dgraph.passes import PASSES, CacheKV, ChunkLMHead, EvictTokens, FuseProjections, PartialAttention, SparseKV
@@ -99,6 +99,10 @@ def test_settings_go_to_the_ops() -> None:
     assert [args_of(n)[-2:] for n in graph.find("kv_votes")] == [(-32, 0)] * 3
     for layer, node in enumerate(graph.find("kv_pack")):
         assert args_of(node)[-8:] == (layer, 0.0, (3, 5, 7)[layer], "adaptive", 0.25, 5, "mean", 2)
+    front = rewritten(family_of("llada").cached, SparseKV("front_voting"))
+    assert [args_of(n)[-5:] for n in front.find("kv_votes")] == [(0, 2**31 - 1, None, 0, 1)] * 3
+    halves = rewritten(family_of("llada").cached, SparseKV("all_voting", 0, (3, 8, 1), recent=2, recent_share=0.5))
+    assert [args_of(n)[-1] for n in halves.find("kv_pack")] == [3, 6, 2]
     for selector, shared in (("block", False), ("shared", True)):
         graph = rewritten(family_of("llada").cached, SparseKV(selector))
         assert [args_of(n)[-1] for n in graph.find("kv_scores")] == [shared] * 3
@@ -162,7 +166,7 @@ def test_a_layer_writes_its_keys_once(writes: int) -> None:
     [
         (
             {"selector": "best"},
-            r"selector must be one of 'mask_voting', 'snapkv', 'h2o', 'block', 'shared', got 'best'",
+            r"selector must be one of 'mask_voting', 'front_voting', .*, 'snapkv', 'block', 'shared', got 'best'",
         ),
         ({"heads": "all"}, r"heads must be one of 'uniform', 'mass', 'adaptive', got 'all'"),
         ({"kept": "page"}, r"kept must be one of 'packed', 'pages', got 'page'"),
@@ -174,6 +178,7 @@ def test_a_layer_writes_its_keys_once(writes: int) -> None:
         ({"ratio": 0.0, "pairs": (3, -1)}, r"pairs must be a tuple of integers of at least 0, .* got \(3, -1\)"),
         ({"ratio": 0.0, "pairs": 3}, r"pairs must be a tuple of integers of at least 0, .* got 3"),
         ({"floor": 1.1}, r"floor must be a number from 0 to 1, got 1\.1"),
+        ({"recent_share": 2}, r"recent_share must be a number from 0 to 1, got 2"),
         ({"floor": False}, r"floor must be a number from 0 to 1, got False"),
         ({"pool": 4}, r"pool must be odd and at least 1, got 4"),
         ({"pool": 0}, r"pool must be odd and at least 1, got 0"),
@@ -191,6 +196,13 @@ def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
 def test_pairs_by_layer_are_as_many_as_layers() -> None:
     with pytest.raises(InputError, match="pairs has 2 numbers, but the model 4 layers; give one, or one for each"):
         rewritten(family_of("sdar").cached, SparseKV(ratio=0, pairs=(3, 4)))
+    with pytest.raises(InputError, match=r"recent_share=0\.5 is a share of pairs; give pairs instead of ratio"):
+        rewritten(family_of("sdar").cached, SparseKV("all_voting", recent_share=0.5))
+
+
+def test_a_selector_by_its_former_name() -> None:
+    with pytest.warns(DgraphWarning, match=r"SparseKV\(selector='h2o'\) is 'all_voting' since version 0.2"):
+        assert SparseKV("h2o") == SparseKV("all_voting")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ ADAPTIVE: dict[str, Any] = {"ratio": 0.4, "heads": "adaptive", "floor": 0.2, "po
         (LLADA, 2, {"selector": "block", "ratio": 0.4}),
         (DREAM, 2, {"selector": "shared", **ADAPTIVE}),
         (DREAM, 4, {"selector": "mask_voting", **MASS}),
-        (DREAM, 4, {"selector": "h2o", "ratio": 0.4}),
+        (DREAM, 4, {"selector": "all_voting", "ratio": 0.4}),
         (DREAM, 4, {"selector": "block", "ratio": 0.0, "pairs": (3,), "pool": 3}),
         (DREAM, 4, {"selector": "block", **ADAPTIVE}),
         (DREAM, 4, {"selector": "block", **ADAPTIVE, "kept": "pages"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from dgraph.cli import app
 from dgraph.compiler.compiled_model import CompiledModel, Result
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import DgraphWarning, InputError, UnknownName
 from dgraph.passes import (
     CacheKV,
     ChunkLMHead,
@@ -46,6 +47,7 @@ from dgraph.recipes import (
 )
 from dgraph.recipes.compose import combine
 from dgraph.recipes.dense import ending, phases_of
+from dgraph.recipes.sparse import LAYERS, METHODS
 from tests.recipes import block_dyllm
 from tests.recipes.bidirectional import prompts_for, setup_of
 from tests.recipes.block_causal import optimized
@@ -76,7 +78,7 @@ LIMITS: dict[str, tuple[Named, Named]] = {
         ("maskkv+focus", {"pairs": ALL, "alpha": 1.2, "ablation": Ablation(after=2), "block_cache": "dc"}),
         ("focus", {"alpha": 1.2, "ablation": Ablation(after=2), "block_cache": "dc"}),
     ),
-    "maskkv+fast_dllm": (("maskkv+fast_dllm", {"pairs": ALL, "selector": "h2o"}), ("fast_dllm", {})),
+    "maskkv+fast_dllm": (("maskkv+fast_dllm", {"pairs": ALL, "selector": "all_voting"}), ("fast_dllm", {})),
     "maskkv+fast_dllm, prefix": (
         ("maskkv+fast_dllm", {"pairs": ALL, "cache": "prefix", "every": 4}),
         ("fast_dllm", {"cache": "prefix", "every": 4}),
@@ -300,7 +302,10 @@ def test_unknown_parts() -> None:
             build(RECIPES, name, BOTH, {})
 
 
-@pytest.mark.parametrize("selector", ["snapkv", "pyramidkv", "squeeze", "adakv", "h2o"])
+PROMPT_VOTES = ("snapkv", "pyramidkv", "squeeze", "adakv", "all_voting", "prompt_voting")
+
+
+@pytest.mark.parametrize("selector", PROMPT_VOTES)
 def test_votes_of_a_prompt_that_no_step_forwards(selector: str) -> None:
     for name in ("maskkv", "maskkv+focus"):
         message = rf"selector '{selector}' ranks .* hand is block_causal: .* Use 'mask_voting'"
@@ -314,11 +319,66 @@ def test_votes_of_a_prompt_that_no_step_forwards(selector: str) -> None:
     assert build(RECIPES, "maskkv", BOTH, options).kv is not None
 
 
+MEASURED = replace(BOTH, layer_importance=(0.5, 0.1), attention_similarity=(0.6, 0.9))
+
+
+@pytest.mark.parametrize("selector", METHODS)
+def test_each_way_to_divide_among_layers_goes_with_each_selector(selector: str) -> None:
+    found = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for layers in ("", *LAYERS):
+            kv = build(RECIPES, "maskkv", MEASURED, {"selector": selector, "pairs": 10, "layers": layers}).kv
+            assert kv is not None
+            found[layers] = kv.pairs
+    assert found["uniform"] == (10,)
+    assert found["pyramid"] == (19, 0)
+    assert found["squeeze"] == (16, 4)
+    assert found["importance"] == (10, 10)  # of two layers, both are outer ones
+    own = {"pyramidkv": "pyramid", "squeeze": "squeeze"}
+    masks = ("mask_voting", "front_voting", "middle_voting", "back_voting")
+    assert found[""] == found[own.get(selector, "importance" if selector in masks else "uniform")]
+
+
+def test_what_was_not_measured_is_said_by_name() -> None:
+    with pytest.warns(DgraphWarning, match=r"importance, which was not measured for this hand model, .* `dgraph calib"):
+        assert build(RECIPES, "maskkv", BOTH, {"pairs": 8}).kv == KVPlan("response", pairs=(8,))
+    with pytest.raises(
+        InputError, match=r"layers='squeeze' groups .* was not measured for hand; run `dgraph calibrate`"
+    ):
+        build(RECIPES, "maskkv", BOTH, {"pairs": 8, "layers": "squeeze"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"layers": "uniform"}, {"ratio": 0.3}, {"selector": "snapkv"}):
+            build(RECIPES, "maskkv", BOTH, options)
+        build(RECIPES, "maskkv", MEASURED, {})
+
+
+def test_h2o_keeps_heavy_hitters_and_recent_positions() -> None:
+    with pytest.warns(
+        DgraphWarning, match=r"'h2o' of maskkv is H2O as it is published .* former choice is 'all_voting'"
+    ):
+        recipe = build(RECIPES, "maskkv", BOTH, {"selector": "h2o", "pairs": 9})
+    assert SparseKV("all_voting", 0.0, (9,), recent_share=0.5) in recipe.phase("select").passes
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "options", "message"),
     [
         ("maskkv", BOTH, {"pairs": 5, "ratio": 0.5}, r"give either pairs or ratio, got pairs=5 and ratio=0\.5"),
-        ("maskkv", BOTH, {"selector": "pyramidkv", "ratio": 0.5}, r"divides a number of pairs among layers"),
+        (
+            "maskkv",
+            BOTH,
+            {"selector": "pyramidkv", "ratio": 0.5},
+            r"'pyramidkv' divides a number of pairs among layers",
+        ),
+        (
+            "maskkv",
+            BOTH,
+            {"layers": "importance", "ratio": 0.5},
+            r"layers='importance' divides a number of pairs among",
+        ),
+        ("maskkv", BOTH, {"selector": "h2o", "ratio": 0.5}, r"selector 'h2o' halves a number of pairs; give pairs"),
         ("maskkv", BOTH, {"selector": "best"}, r"unknown selector of maskkv 'best'"),
         ("maskkv", BOTH, {"layers": "some"}, r"unknown layers of maskkv 'some'"),
         ("maskkv", BOTH, {"prompt_interval": 0}, r"prompt_interval must be an integer of at least 1, got 0"),

@@ -76,7 +76,32 @@ CASES: dict[str, tuple[str, dict[str, Any], Method]] = {
         {"selector": "adakv", "pairs": 9, **SHORT},
         Method("response", "snapkv", pairs=(9,), heads="adaptive", floor=0.2, **SNAPKV, **SHORT),
     ),
-    "h2o": ("maskkv", {"selector": "h2o", "pairs": 6, **SHORT}, Method("response", "h2o", pairs=(6,), **SHORT)),
+    "h2o": (
+        "maskkv",
+        {"selector": "h2o", "pairs": 7, **SHORT},
+        Method("response", "all_voting", pairs=(7,), recent=3, **SHORT),
+    ),
+    "pyramid layers": (
+        "maskkv",
+        {"layers": "pyramid", "pairs": 6, **SHORT},
+        Method("response", "mask_voting", pairs=(11, 6, 0), heads="mass", floor=0.1, **SHORT),
+    ),
+    **{
+        selector: (
+            "maskkv",
+            {"selector": selector, "pairs": 6, **SHORT},
+            Method("response", selector, pairs=(6,), **SHORT),
+        )
+        for selector in ("all_voting", "prompt_voting")
+    },
+    **{
+        selector: (
+            "maskkv",
+            {"selector": selector, "pairs": 6, "head_floor": 0.2, **SHORT},
+            Method("response", selector, pairs=(6,), heads="mass", floor=0.2, **SHORT),
+        )
+        for selector in ("front_voting", "middle_voting", "back_voting")
+    },
 }
 
 
@@ -156,6 +181,20 @@ def test_layers_keep_as_their_importance_says(setups: dict[str, Setup]) -> None:
     method = Method("response", "mask_voting", pairs=(12, 6, 12), heads="mass", floor=0.1, **MASKKV)
     assert recipe.kv is not None
     assert recipe.kv.pairs == (12, 6, 12)
+    check(setup, 16, run, "threshold", method)
+
+
+def test_layers_keep_as_their_attention_says(setups: dict[str, Setup]) -> None:
+    """SqueezeAttention's layers under MaskKV's votes (Table 12)."""
+    setup = setups["llada"]
+    spec = replace(setup.model.spec, attention_similarity=(0.5, 0.99, 0.8), block_length=16)
+    model = replace(setup.model, spec=spec)
+    recipe = build(RECIPES, "maskkv", spec, {"pairs": 10, "layers": "squeeze", "heads": "uniform"})
+    # the layer that changes least keeps 4 of 10; the 26 that are left are shared by the others
+    method = Method("response", "mask_voting", pairs=(13, 4, 13), **MASKKV)
+    assert recipe.kv is not None
+    assert recipe.kv.pairs == (13, 4, 13)
+    run = CompiledModel(model, setup.graph, recipe, RegionCompiler("eager"), Buckets.of(None))
     check(setup, 16, run, "threshold", method)
 
 

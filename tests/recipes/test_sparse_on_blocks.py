@@ -29,6 +29,14 @@ CASES: dict[str, tuple[str, dict[str, Any], Method]] = {
         {"ratio": 0.3, "heads": "uniform"},
         Method("response", "mask_voting", 0.3, floor=0.1),
     ),
+    **{
+        selector: (
+            "maskkv",
+            {"selector": selector, "pairs": 5},
+            Method("response", selector, pairs=(5,), heads="mass", floor=0.1),
+        )
+        for selector in ("front_voting", "middle_voting", "back_voting")
+    },
     "maskkv, nothing": ("maskkv", {"pairs": 0}, Method("response", "mask_voting", pairs=(0,), heads="mass")),
     "dllm_serve": ("dllm_serve", {}, Method("block", "block", 0.5, pool=3, delay=1)),
     "dllm_serve, no delay, no pooling": (
