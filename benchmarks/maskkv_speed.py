@@ -1,15 +1,24 @@
 """Sparse KV caches at LLaDA-8B's shape with random weights: long prompts, and many sequences.
 
     python -m benchmarks.maskkv_speed --sections prompt --prompt 32768
+    python -m benchmarks.maskkv_speed --sections prompt --prompt 1024,4096,16384 --full 0 --limit 100
+    python -m benchmarks.maskkv_speed --ablation --prompt 32768 --full 0 --limit 100
     python -m benchmarks.maskkv_speed --sections batch --contexts 4096
-    python -m benchmarks.maskkv_speed --layers 2 --prompt 256 --device cpu --backend eager
+    python -m benchmarks.maskkv_speed --layers 2 --prompt 64,256 --device cpu --backend eager
+
+On an H200 the third command, MaskKV's Table 5 and Figure 5, takes at most two minutes. Several prompt lengths end with
+a table by length (Figure 4).
 
 Every arm commits one token per step. Section "prompt": one sequence with a long prompt, against the original loop (see
 `benchmarks.full_forward`, which says what that holds in memory). A step is timed from its beginning to that of the next
 by events on the device, while nobody watches; its kind follows from the recipe's row plan. Milliseconds per token are
 those of a whole response where it takes less than `--full` seconds, else the mean of each kind of step in the first
 block, times how often a response has that kind. Section "batch": steps that reuse what is cached, and what they read
-of it. Memory is torch's: all that is allocated at a time, the weights included.
+of it. Memory is torch's: all that is allocated at a time, the weights included; a CPU counts none.
+
+Section "ablation": dLLM-Cache with logits of every forwarded row, and what each part of MaskKV saves of that. Budgets
+of layers that are measured in the response itself (online) need every layer's keys before the first may go. So that
+row is reckoned from those around it.
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +42,34 @@ from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.families import Model
 from dgraph.lowering.program import Program, ProgramResult
 from dgraph.models.shapes import random_model
+from dgraph.passes import ChunkLMHead
+from dgraph.passes.base import Pass
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart
 from dgraph.plans.view import View
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
 
+FEW: dict[str, Any] = {"pairs": 256, "layers": "uniform"}
+"""MaskKV's budget; random layers are not worth measuring."""
 PROMPT_ARMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "maskkv": ("maskkv", {"pairs": 256}),
-    "maskkv+fast_dllm": ("maskkv+fast_dllm", {"pairs": 256}),
+    "maskkv": ("maskkv", FEW),
+    "maskkv+fast_dllm": ("maskkv+fast_dllm", FEW),
     "fast_dllm": ("fast_dllm", {"cache": "dual"}),
+    "fast_dllm:cache=prefix": ("fast_dllm", {"cache": "prefix"}),
+    "dllm_cache": ("dllm_cache", {}),
     "dllm_serve": ("dllm_serve", {"ratio": 0.5}),
+    "sparse_dllm": ("sparse_dllm", {"ratio": 0.5}),
 }
+ABLATION: dict[str, tuple[str, dict[str, Any]]] = {
+    "dllm_cache, every row projected": ("dllm_cache", {"response_interval": 5}),
+    "+ mask-only projection": ("dllm_cache", {"response_interval": 5}),
+    "+ prompt-state exclusion": ("maskkv", {"ratio": 1.0}),
+    "+ maskkv, offline": ("maskkv", FEW),
+}
+"""Rows of MaskKV's Table 5, each with one part more; the interval is MaskKV's."""
+WHOLE, _, EXCLUDED, OFFLINE = ABLATION
+ONLINE = "+ maskkv, online (reckoned)"
 BATCH_ARMS = ("dllm_serve", "fast_dllm")
 KINDS = ("first", "prompt refresh", "response refresh", "adaptive", "reuse")
 # What a CPU can run for a trial; only the numbers of heads and of layers say anything.
@@ -115,10 +141,15 @@ class Arm:
 
     def __init__(self, model: Model, name: str, args: argparse.Namespace):
         begin = time.perf_counter()
-        recipe, options = PROMPT_ARMS[name]
-        stored = {"weights": args.weights, "kv_dtype": args.kv_dtype}
+        recipe, options = {**PROMPT_ARMS, **ABLATION}[name]
+        given = {"kv_dtype": args.kv_dtype} if args.kv_dtype else {}
+        if "pairs" in options:
+            given["pairs"] = args.pairs
+        built = dgraph.recipe(recipe, model.spec, **{**options, **given})
+        if name == WHOLE:
+            built = replace(built, phases=tuple(replace(p, passes=without_head(p.passes)) for p in built.phases))
         self.program: CompiledModel = dgraph.optimize(
-            model, recipe, backend=args.backend, buckets="fine", **options, **stored
+            model, built, backend=args.backend, buckets="fine", weights=args.weights
         )
         self.device, self.block = self.program.captured.device, model.spec.block_length
         self.built = time.perf_counter() - begin
@@ -148,6 +179,12 @@ class Arm:
         """Median milliseconds of each kind of step."""
         kinds = self.kinds(len(times))
         return {k: statistics.median(t for t, of in zip(times, kinds, strict=True) if of == k) for k in set(kinds)}
+
+    def logit_bytes(self, prompt: int, tokens: int) -> int:
+        """Of the logits that exist at a time in the first step of a response."""
+        spec, passes = self.program.spec, self.program.recipe.phase("step").passes
+        most = [p.max_num_logits for p in passes if isinstance(p, ChunkLMHead)]
+        return (min(tokens, *most) if most else prompt + tokens) * spec.vocab * spec.dtype.itemsize
 
     def reserve(self, prompts: list[list[int]], tokens: int) -> None:
         """Allocate the caches of a response that is not decoded; contents are lost."""
@@ -184,46 +221,123 @@ class Limit:
         return self._end - time.perf_counter()
 
 
-def long_prompt(model: Model, args: argparse.Namespace, limit: Limit, report: Report) -> None:
-    """One sequence with a long prompt: the original loop and every arm."""
-    prompt = prompts_of(model, 1, args.prompt)
+@dataclass(frozen=True)
+class Measured:
+    """A response to one prompt under an arm.
+
+    Attributes:
+        kinds: median milliseconds of each kind of step.
+        steps: number of steps of each kind that the response has.
+        ms: milliseconds per token.
+        how: "measured", or "from kinds" of the first block's steps.
+        peak: most bytes that tensors had at a time; 0 on a CPU.
+        times: milliseconds of each timed step.
+    """
+
+    kinds: dict[str, float]
+    steps: dict[str, int]
+    ms: float
+    how: str
+    peak: int
+    times: list[float]
+
+
+def measured(arm: Arm, prompt: list[list[int]], args: argparse.Namespace, limit: Limit) -> Measured:
+    """Time an arm on a prompt, the whole response if it is short enough; its caches are reserved afterwards."""
+    reset_peak()  # what building takes is another matter
+    _, times = arm.decode(prompt, arm.block)  # compiles kernels and captures
+    _, times = arm.decode(prompt, arm.block)
+    kinds = arm.by_kind(times)
+    needed = Counter(arm.kinds(args.tokens))
+    kinds.setdefault("prompt refresh", kinds["first"])
+    whole = 1e-3 * sum(kinds[kind] * count for kind, count in needed.items())
+    how = "from kinds"
+    if whole < min(args.full, limit.left):
+        arm.decode(prompt, args.tokens)  # captures what this length needs
+        whole, times = arm.decode(prompt, args.tokens)
+        kinds, how = arm.by_kind(times), "measured"
+    peak = peak_bytes()
+    arm.reserve(prompt, args.tokens)
+    return Measured(kinds, dict(needed), 1e3 * whole / args.tokens, how, peak, times)
+
+
+def sweep(model: Model, args: argparse.Namespace, limit: Limit, report: Report) -> None:
+    """One sequence with a long prompt at each length, and all lengths side by side."""
+    found = {length: long_prompt(model, length, args, limit, report) for length in args.prompt}
+    names = list(dict.fromkeys(name for of_length in found.values() for name in of_length))
+    if len(found) > 1:
+        columns = ["arm", *(f"{length} {unit}" for length in found for unit in ("ms/token", "peak GB"))]
+        rows: list[list[Cell]] = [
+            [name, *(cell for of in found.values() for cell in of.get(name, ("", "")))] for name in names
+        ]
+        report.table("Time and memory by the length of the prompt", columns, rows)
+
+
+def long_prompt(
+    model: Model, length: int, args: argparse.Namespace, limit: Limit, report: Report
+) -> dict[str, tuple[Cell, Cell]]:
+    """One sequence with a long prompt: the original loop and every arm; milliseconds per token and peak GB of each."""
+    prompt = prompts_of(model, 1, length)
     vanilla, memory = 0.0, 0
     rows: list[list[Cell]] = []
+    found: dict[str, tuple[Cell, Cell]] = {}
     if "vanilla" in args.arms:
         canvas = torch.cat([torch.tensor(prompt), torch.full((1, args.tokens), model.spec.mask_id)], dim=1)
         reset_peak()
         vanilla = seconds_per_step(model, canvas.to(args.device), args.tokens, args.full_steps, warm=1)
         memory = peak_bytes()
         rows.append(["original loop", *[""] * len(KINDS), 1e3 * vanilla, "measured", 1.0, memory / 1e9, 1.0, ""])
+        found["original loop"] = 1e3 * vanilla, memory / 1e9
         print(*rows[-1], sep="\t", flush=True)
     for name in [a for a in PROMPT_ARMS if a in args.arms]:
         if limit.left < 0:
             print(f"{name}: not measured, the time limit is over", flush=True)
             continue
         arm = Arm(model, name, args)
-        reset_peak()  # what building takes is another matter
-        _, times = arm.decode(prompt, arm.block)  # compiles kernels and captures
-        _, times = arm.decode(prompt, arm.block)
-        kinds = arm.by_kind(times)
-        needed = Counter(arm.kinds(args.tokens))
-        kinds.setdefault("prompt refresh", kinds["first"])
-        whole = 1e-3 * sum(kinds[kind] * count for kind, count in needed.items())
-        how = "from kinds"
-        if whole < min(args.full, limit.left):
-            arm.decode(prompt, args.tokens)  # captures what this length needs
-            whole, times = arm.decode(prompt, args.tokens)
-            kinds, how = arm.by_kind(times), "measured"
-        per_token, peak = 1e3 * whole / args.tokens, peak_bytes()
-        arm.reserve(prompt, args.tokens)
-        shown: list[Cell] = [kinds[k] if k in needed else "" for k in KINDS]
-        ratios: list[Cell] = [1e3 * vanilla / per_token if vanilla else "", peak / 1e9, peak / memory if memory else ""]
-        rows.append([name, *shown, per_token, how, *ratios, arm.kv_bytes() / 1e9])
-        report.data[name] = {"ms": times, "built_s": arm.built, "steps": dict(needed), "kv_bytes": arm.kv_bytes()}
+        it = measured(arm, prompt, args, limit)
+        shown: list[Cell] = [it.kinds[k] if k in it.steps else "" for k in KINDS]
+        ratios: list[Cell] = [1e3 * vanilla / it.ms if vanilla else "", it.peak / 1e9]
+        rows.append([name, *shown, it.ms, it.how, *ratios, it.peak / memory if memory else "", arm.kv_bytes() / 1e9])
+        found[name] = it.ms, it.peak / 1e9
+        key = name if len(args.prompt) == 1 else f"{name} at {length}"
+        report.data[key] = {"ms": it.times, "built_s": arm.built, "steps": it.steps, "kv_bytes": arm.kv_bytes()}
         print(*rows[-1], sep="\t", flush=True)
         del arm
         release()
     columns = ["arm", *(f"{kind} ms" for kind in KINDS), "ms/token", "", "faster", "peak GB", "of vanilla", "KV GB"]
-    report.table(f"1 sequence, prompt {args.prompt}, {args.tokens} new tokens, 1 per step", columns, rows)
+    report.table(f"1 sequence, prompt {length}, {args.tokens} new tokens, 1 per step", columns, rows)
+    return found
+
+
+def ablation(model: Model, args: argparse.Namespace, limit: Limit, report: Report) -> None:
+    """Memory that each part of MaskKV saves, at the longest prompt."""
+    length = max(args.prompt)
+    prompt = prompts_of(model, 1, length)
+    found: dict[str, dict[str, float]] = {}
+    for name in ABLATION:
+        if limit.left < 0:
+            print(f"{name}: not measured, the time limit is over", flush=True)
+            continue
+        arm = Arm(model, name, args)
+        it = measured(arm, prompt, args, limit)
+        cached = arm.kv_bytes()
+        found[name] = {"logits": arm.logit_bytes(length, args.tokens), "first": cached, "later": cached}
+        found[name] |= {"peak": it.peak, "ms": it.ms}
+        print(name, found[name], sep="\t", flush=True)
+        del arm
+        release()
+    if EXCLUDED in found and OFFLINE in found:
+        last = found.pop(OFFLINE)
+        found |= {ONLINE: {**last, **{key: found[EXCLUDED][key] for key in ("first", "peak")}}, OFFLINE: last}
+    report.data["ablation"] = found
+    rows: list[list[Cell]] = [
+        [name, *(row[key] / 1e9 for key in ("logits", "first", "later", "peak")), row["ms"]]
+        for name, row in found.items()
+    ]
+    columns = ["", "logits GB", "cached GB, first step", "cached GB, later", "peak GB", "ms/token"]
+    report.table(
+        f"Parts of MaskKV, prompt {length}, {args.tokens} new tokens, {model.spec.layers} layers", columns, rows
+    )
 
 
 def many_sequences(model: Model, args: argparse.Namespace, limit: Limit, report: Report) -> None:
@@ -251,6 +365,16 @@ def many_sequences(model: Model, args: argparse.Namespace, limit: Limit, report:
         report.table(title, ["arm", "ms per reuse step", "KV read GB", "KV held GB", "peak GB"], rows)
 
 
+def without_head(passes: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    """Passes after which a program gives logits of every row."""
+    return tuple(p for p in passes if not isinstance(p, ChunkLMHead))
+
+
+def lengths(text: str) -> list[int]:
+    """Numbers with commas between them."""
+    return [int(part) for part in text.split(",")]
+
+
 def prompts_of(model: Model, count: int, length: int) -> list[list[int]]:
     """Random ids, the same for every arm."""
     draw = torch.Generator().manual_seed(0)
@@ -264,13 +388,18 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+SECTIONS = {"prompt": sweep, "batch": many_sequences, "ablation": ablation}
+
+
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=("prompt", "batch"), default=["prompt", "batch"])
+    parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=["prompt", "batch"])
+    parser.add_argument("--ablation", action="store_const", dest="sections", const=["ablation"], help="that section")
     parser.add_argument("--arms", nargs="+", choices=("vanilla", *PROMPT_ARMS), default=["vanilla", *PROMPT_ARMS])
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for a trial or to fit a batch")
-    parser.add_argument("--prompt", type=int, default=32768)
+    parser.add_argument("--prompt", type=lengths, default=[32768], help="tokens, or several lengths as 1024,4096")
+    parser.add_argument("--pairs", type=int, default=FEW["pairs"], help="positions that a head keeps under maskkv")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--batch", type=int, default=16)
@@ -288,7 +417,7 @@ def main() -> None:
     args = parser.parse_args()
 
     limit = Limit(args.limit)
-    longest = max([args.prompt + args.tokens, *args.contexts]) + args.block
+    longest = max([max(args.prompt) + args.tokens, *args.contexts]) + args.block
     changes: dict[str, Any] = {"block_length": args.block, "eos_ids": (), "max_position_embeddings": longest}
     if args.layers:
         changes["num_hidden_layers"] = args.layers
@@ -300,7 +429,7 @@ def main() -> None:
     model = random_model("llada-8b", args.device, dtype, opened=args.weights is not None, **changes)
     report = Report("Sparse KV caches at the llada-8b shape")
     for section in args.sections:
-        (long_prompt if section == "prompt" else many_sequences)(model, args, limit, report)
+        SECTIONS[section](model, args, limit, report)
         report.write(args.markdown, args.json)
 
 
