@@ -145,8 +145,8 @@ def first_step(spec: ModelSpec, prompt: Sequence[int], masks: int, device: torch
 def measuring(captured: Graph) -> Graph:
     """A program over packed rows that gives cosines for each layer l instead of logits.
 
-    They are `similarity_l` f32[N], of the residual stream before and after the layer, and `attention_l` f32[N], of the
-    stream before the layer and with its attention added. The latter are left out if a layer adds no attention.
+    `similarity_l` f32[N] compares the residual stream before and after the layer. `attention_l` f32[N] compares the
+    stream before the layer with that and the attention. It is left out of all layers if one adds no attention.
 
     Raises:
         CaptureError: a layer does not read and hand on one residual stream.

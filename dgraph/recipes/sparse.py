@@ -98,7 +98,7 @@ class MaskKVKeys(KeyOptions):
     step read every key. Later ones read the kept keys, as a commit does, and predict the next token from them.
 
     KVZip, the other baseline of the paper's Table 10, is not among the selectors. It scores keys by a second forward in
-    which the model repeats the prompt, and a program forwards rows of the canvas alone: the copy has no place there.
+    which the model repeats the prompt. A program forwards rows of the canvas alone, where such a copy has no place.
 
     Attributes:
         pairs: prompt positions that a head keeps on average; at least the prompt's length keeps all.
