@@ -32,8 +32,8 @@ def calibrate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help='A JSONL file of {"prompt": ...}, instead of prompts of the model\'s own tasks. An embedded model that '
-            "reads English takes those of the bundled tasks."
+            help='A JSONL file of {"prompt": ...}, instead of prompts of the model\'s own tasks. An embedded model '
+            "that reads English takes those of the bundled tasks."
         ),
     ] = None,
     count: Annotated[int, typer.Option(help="Largest number of prompts.")] = 60,
