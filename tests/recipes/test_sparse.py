@@ -302,7 +302,7 @@ def test_unknown_parts() -> None:
             build(RECIPES, name, BOTH, {})
 
 
-PROMPT_VOTES = ("snapkv", "pyramidkv", "squeeze", "adakv", "all_voting", "prompt_voting")
+PROMPT_VOTES = ("snapkv", "pyramidkv", "squeeze", "adakv", "h2o", "all_voting", "prompt_voting")
 
 
 @pytest.mark.parametrize("selector", PROMPT_VOTES)
@@ -347,6 +347,11 @@ def test_what_was_not_measured_is_said_by_name() -> None:
         InputError, match=r"layers='squeeze' groups .* was not measured for hand; run `dgraph calibrate`"
     ):
         build(RECIPES, "maskkv", BOTH, {"pairs": 8, "layers": "squeeze"})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for pairs in (8, 9, 10):
+            build(RECIPES, "maskkv", BOTH, {"pairs": pairs})
+    assert len(told) == 1, "once, however many arms are built"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for options in ({"layers": "uniform"}, {"ratio": 0.3}, {"selector": "snapkv"}):
