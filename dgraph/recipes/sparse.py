@@ -66,14 +66,13 @@ class _Method:
     layers: str = "uniform"
 
 
-_MASKS = SparseKV("mask_voting", heads="mass", floor=0.1)
 _SNAPKV = SparseKV("snapkv", pool=7, recent=32)
 
 METHODS: dict[str, _Method] = {
-    "mask_voting": _Method(_MASKS, "importance"),
-    "front_voting": _Method(replace(_MASKS, selector="front_voting"), "importance"),
-    "middle_voting": _Method(replace(_MASKS, selector="middle_voting"), "importance"),
-    "back_voting": _Method(replace(_MASKS, selector="back_voting"), "importance"),
+    **{
+        masks: _Method(SparseKV(masks, heads="mass", floor=0.1), "importance")
+        for masks in ("mask_voting", "front_voting", "middle_voting", "back_voting")
+    },
     "prompt_voting": _Method(SparseKV("prompt_voting")),
     "all_voting": _Method(SparseKV("all_voting")),
     "snapkv": _Method(_SNAPKV),
