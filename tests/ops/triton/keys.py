@@ -17,6 +17,7 @@ def voting(
     actions: Sequence[int] = (SELECT, DENSE, SELECT, REUSE),
     *,
     voters: tuple[int, int] = (0, 2**31 - 1),
+    quarters: tuple[int, int] | None = None,
     heads: tuple[int, int] = (8, 2),
     d: int = 32,
     seed: int = 0,
@@ -24,7 +25,7 @@ def voting(
     """A call of kv_votes in which the window is the last third of each sequence, with padding rows."""
     windows = [(count - count // 3, count) for count in counts]
     generator = torch.Generator().manual_seed(seed)
-    padded = kv_votes.sample("", counts, windows, actions, heads, d, *voters, generator).padded
+    padded = kv_votes.sample("", counts, windows, actions, heads, d, *voters, generator, quarters).padded
     assert padded is not None
     return padded
 

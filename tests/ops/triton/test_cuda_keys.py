@@ -20,6 +20,7 @@ def test_keys_are_ranked_at_the_sizes_of_models(heads: tuple[int, int], dtype: t
     calls = [("kv_scores", scoring(counts, phases, heads=heads, d=128))]
     for voters in ((0, 2**31 - 1), (-32, 0), (-(2**31), 2**31 - 1)):
         calls.append(("kv_votes", voting(counts, phases, voters=voters, heads=heads, d=128)))
+    calls.append(("kv_votes", voting(counts, phases, quarters=(1, 3), heads=heads, d=128)))
     for name, args in calls:
         halved = moved(args, "cpu", dtype)
         want = expected(name, moved(halved, "cpu", torch.float32))
