@@ -330,7 +330,7 @@ class DLLMServe(DLLMServeKeys, BlockRows):
 
     The paper chooses keys in the refresh that begins a block (section 4.5), and so does this recipe in a bidirectional
     model. The published code refreshes twice and chooses in the second (`delay=1`), at 0.70 times the tokens per second
-    under load. Its answers may be better, which 64 questions did not settle: see benchmarks/results/few_keys.md.
+    under load. Its answers may be better, which 128 questions did not settle: see benchmarks/results/few_keys.md.
 
     If a step before the one that chooses opens a block, the published code has it commit the block's first position,
     whatever its confidence. The paper does not say so. Other tokens of that step, if it decodes several, follow by
