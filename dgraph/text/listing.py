@@ -192,7 +192,9 @@ class _Lister:
             return Ref("weight", rest if own else node.meta["weight"], layer if own else None)
         if "input" in node.meta:
             base, _, index_text = node.meta["input"].rpartition("_")
-            own = layer is not None and index_text == str(layer)
+            spec = self.graph.inputs[node.meta["input"]]
+            table = bool(spec.window) and not spec.in_place  # it has the number of a window, not of a layer
+            own = layer is not None and index_text == str(layer) and not table
             return Ref("input", base if own else node.meta["input"], layer if own else None)
         if _is_size(node):
             return Ref("size", self.graph.symbols.text(node.meta["val"]))
