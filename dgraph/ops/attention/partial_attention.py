@@ -16,7 +16,8 @@ Context of rows over the paged cache of their sequence, exact for some and updat
 salient, as drift says of that context.
 q [N, H, D]; k_cache, v_cache [pages, page, Hkv, D]; c_cache [pages, page, H, D], all of one dtype, but k_cache and
 v_cache may be in float8_e4m3fn, with scales k_scale and v_scale as in paged_attention; position p of
-sequence s at cache[page_table[s, p // page], p % page]. positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1];
+sequence s at cache[page_table[s, p // page], p % page]. c_cache may have another number of pages, found
+by c_table i32[b, P'] instead. positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1];
 limit i32[N]; full bool[N]. Query head h reads KV head h // (H / Hkv).
 index i64[K]: the rows of q whose k and v have changed, ascending, -1 from cu_changed[b] on; cu_changed i32[b+1]: its
 offsets by sequence; dv [K, Hkv, D]: what was added to their values. The caches hold the new k and v already.
@@ -49,10 +50,12 @@ def reference(
     tau: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    c_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     caches, changes = (k_cache, v_cache), (dv, index, cu_changed)
     where = (full, positions, page_table, cu_rows, limit)
-    context, sums = partial_context.reference(q, *caches, *changes, c_cache, *where, scale, tau, k_scale, v_scale)
+    scales = k_scale, v_scale
+    context, sums = partial_context.reference(q, *caches, *changes, c_cache, *where, scale, tau, *scales, c_table)
     return context, drifted.reference(sums, full, cu_rows, tau)
 
 

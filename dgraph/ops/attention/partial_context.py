@@ -20,7 +20,8 @@ dgraph::partial_attention without its decision: the same arguments and the same 
 rows the sums that dgraph::compare_rows gives of that context and c_cache, which takes the context of every live row.
 q [N, H, D]; k_cache, v_cache [pages, page, Hkv, D]; dv [K, Hkv, D]; index i64[K]; cu_changed i32[b+1]; c_cache
 [pages, page, H, D]; full bool[N]; positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N]; scale; tau,
-of which only counts whether it is above 1: every row is exact then; k_scale, v_scale of caches in float8_e4m3fn
+of which only counts whether it is above 1: every row is exact then; k_scale, v_scale of caches in float8_e4m3fn;
+c_table i32[b, P'] of c_cache
 -> context [N, H, D] in the dtype of q, and f32[N, 3] (float64 for float64): dgraph::drifted decides, with the sums of
 all ranks. Padding rows of q and of index may hold anything and give zeros; they write nothing. Deterministic; a
 sequence gives the same bits alone and in any batch (reference)."""
@@ -43,11 +44,15 @@ def reference(
     tau: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    c_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     live = int(cu_rows[-1])
     exact = full[:live] | (tau > 1)
     exact[index[: int(cu_changed[-1])]] = True
     context = paged_attention.reference(q, k_cache, v_cache, page_table, cu_rows, limit, scale, k_scale, v_scale)
+    slots = slots_of(
+        "partial_attention", positions, page_table if c_table is None else c_table, cu_rows, c_cache.shape[1]
+    )
     starts, changed = cu_rows.tolist(), cu_changed.tolist()
     for s in range(len(starts) - 1):
         rows = slice(starts[s], starts[s + 1])
@@ -57,9 +62,8 @@ def reference(
         of_s = slice(changed[s], changed[s + 1])
         moved = positions[index[of_s]]
         delta = _delta(q[update], (k_cache, k_scale), dv[of_s], moved, page_table[s], limit[update], scale)
-        slot = page_table[s, positions[update] // c_cache.shape[1]].long(), positions[update] % c_cache.shape[1]
-        context[update] = (c_cache[slot].to(delta.dtype) + delta).to(q.dtype)
-    slots = slots_of("partial_attention", positions, page_table, cu_rows, c_cache.shape[1])
+        before = c_cache[slots[0][update], slots[1][update]]
+        context[update] = (before.to(delta.dtype) + delta).to(q.dtype)
     sums = torch.zeros(len(q), 3, dtype=numeric(q.dtype), device=q.device)
     sums[:live] = sums_of(context[:live], c_cache[slots])
     c_cache[slots] = context[:live]
@@ -111,10 +115,19 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     mixed = torch.tensor([8, 8, 12, 12, 3, 3, 9]).int()
     several = _sample("several limits in a sequence", (4, 3), mixed, 4, 4, 2, 8, 0.99, 0.5, (), generator)
     yield several
+    yield Sample(f"{several.name}, contexts in pages of their own", *map(_apart, (several.args, several.padded)))
     for sample in (several, _sample("some rows", (9, 7), _ends((9, 7), (9, 12)), 4, 4, 2, 8, 0.99, 0.3, (), generator)):
         assert sample.padded is not None
         args, padded = map(paged_attention.in_float8, (sample.args, sample.padded))
         yield Sample(f"{sample.name}, float8", args, padded)
+
+
+def _apart(args: tuple[Any, ...] | None) -> tuple[Any, ...]:
+    """The same arguments with the contexts in other pages, and a page table of these."""
+    assert args is not None
+    cache, table = args[6], args[9]
+    other = torch.where(table < 0, table, len(cache) - table)
+    return *args[:6], torch.cat([cache[:1], cache.flip(0)]), *args[7:], None, None, other
 
 
 def _ends(counts: Sequence[int], lengths: Sequence[int]) -> Tensor:

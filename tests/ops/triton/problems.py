@@ -184,10 +184,11 @@ def partial(
     d: int = 16,
     padding: int = 3,
     seed: int = 0,
+    apart: bool = False,
 ) -> Call:
     """Rows at any positions of each sequence, `share` of them changed; the sequences in `full` take a full step.
 
-    Limits vary within each sequence, and not every row sees every changed key.
+    Limits vary within each sequence, and not every row sees every changed key. apart: contexts are in other pages.
     """
     generator = torch.Generator().manual_seed(seed)
     q, k_cache, v_cache, table, cu_rows, limit, scale = attention(
@@ -207,6 +208,8 @@ def partial(
     padded = [pad_rows(x, padding) for x in (q, dv, dense, positions, limit)]
     index = torch.cat([index, index.new_full((padding,), -1)])
     rest = (table, cu_rows, padded[4], scale, tau)
+    if apart:
+        c_cache, rest = c_cache.flip(0), (*rest, None, None, torch.where(table < 0, table, len(c_cache) - 1 - table))
     return padded[0], k_cache, v_cache, padded[1], index, cu_changed, c_cache, *padded[2:4], *rest
 
 
@@ -371,6 +374,11 @@ LARGER: list[tuple[str, str, Call]] = [
     ("feature_merge", "rows longer than a block, all listed", merging((3, 2), (1, 0), width=4100, page=4, share=1.1)),
     *(("feature_merge", f"one of {n} rows", merging((n,), (3,), width=8, page=4, share=1 / n)) for n in (1, 2, 31, 64)),
     ("partial_attention", "ragged, one full", partial((9, 0, 1, 17, 4), (40, 0, 5, 90, 33), full=(3,))),
+    (
+        "partial_attention",
+        "contexts in pages of their own",
+        partial((9, 0, 17, 4), (40, 5, 90, 33), full=(2,), apart=True),
+    ),
     ("partial_attention", "none changed", partial((9, 4), (30, 20), share=-1.0, padding=0)),
     ("partial_attention", "all changed", partial((9, 4), (30, 20), share=1.1)),
     (

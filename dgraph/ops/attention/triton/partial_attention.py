@@ -92,6 +92,7 @@ def kernel(
     tau: float,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    c_table: Tensor | None = None,
     tiling: Tiling | None = None,
     flags: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -116,9 +117,8 @@ def kernel(
     q, dv, page_table = dense_rows(q), dense_rows(dv), dense_rows(page_table)
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
-    exact, order, offsets, slots, changed = divide(
-        index, cu_changed, full, positions, page_table, cu_rows, page, tau > 1
-    )
+    tables = page_table, page_table if c_table is None else dense_rows(c_table)
+    exact, order, offsets, slots, changed = divide(index, cu_changed, full, positions, tables, cu_rows, page, tau > 1)
     sums = torch.empty((3, heads, n), dtype=torch.float32, device=q.device)
     part, mass = out, sums
     if splits > 1:

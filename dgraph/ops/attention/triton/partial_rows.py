@@ -21,7 +21,7 @@ def divide(
     cu_changed: Tensor,
     full: Tensor,
     positions: Tensor,
-    page_table: Tensor,
+    tables: tuple[Tensor, Tensor],
     cu_rows: Tensor,
     page: int,
     every: bool,
@@ -29,6 +29,7 @@ def divide(
     """Divide rows by kind, and find the slots of rows and changed keys.
 
     Args:
+        tables: of keys, and of contexts; by these are the slots of changed keys, and of rows.
         every: all live rows are exact.
 
     Returns:
@@ -45,8 +46,8 @@ def divide(
     changed = torch.empty((2, room), dtype=torch.int32, device=full.device)
     tiles = triton.cdiv(n, BLOCK)
     _describe[(tiles + triton.cdiv(room, BLOCK),)](
-        index.contiguous(), cu_changed, full.contiguous(), positions, page_table, cu_rows, exact, slots, changed,
-        n, b, room, tiles, page_table.stride(0), every, page, room.bit_length(), BLOCK,
+        index.contiguous(), cu_changed, full.contiguous(), positions, *tables, cu_rows, exact, slots, changed,
+        n, b, room, tiles, *(table.stride(0) for table in tables), every, page, room.bit_length(), BLOCK,
         power_of_two(b, 16, 32), num_warps=4,
     )  # fmt: skip
     _divide[(tiles + b + 1,)](
@@ -87,8 +88,8 @@ def _slots(
 
 @triton.jit
 def _describe(
-    index_ptr, cu_changed_ptr, full_ptr, positions_ptr, table_ptr, cu_ptr, exact_ptr, slots_ptr, changed_ptr,
-    n, b, room, tiles, table_row,
+    index_ptr, cu_changed_ptr, full_ptr, positions_ptr, table_ptr, c_table_ptr, cu_ptr, exact_ptr, slots_ptr,
+    changed_ptr, n, b, room, tiles, table_row, c_table_row,
     EVERY: tl.constexpr, PAGE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Write kind and slot of rows; slot and position of changed rows."""
@@ -107,7 +108,7 @@ def _describe(
         listed = (low < count) & (tl.load(index_ptr + low, mask=low < count, other=-1) == row)
         exact = live & (EVERY | listed | (tl.load(full_ptr + row, mask=live, other=0) != 0))
         tl.store(exact_ptr + row, exact.to(tl.uint8), mask=row < n)
-        slot, _position = _slots(positions_ptr, table_ptr, cu_ptr, b, row, live, table_row, PAGE, BLOCK, OFFSETS)
+        slot, _position = _slots(positions_ptr, c_table_ptr, cu_ptr, b, row, live, c_table_row, PAGE, BLOCK, OFFSETS)
         tl.store(slots_ptr + row, slot, mask=live)
     else:
         at = (tile - tiles) * BLOCK + tl.arange(0, BLOCK)
