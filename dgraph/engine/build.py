@@ -193,11 +193,11 @@ def build_core(
             f"positions let keys behind it go, so prompts cannot share theirs; leave it out."
         )
     longest = Request([spec.mask_id] * (tokens - 1), Decoding(max_new_tokens=1))
-    limit, rings = _pool_pages(session, slots, tokens + block, longest, block, kv_bytes or CPU_BYTES)
-    scheduler = Scheduler(Budgets(rows, slots, limit, rings), settings.scheduler, queue=settings.queue, costs=costs)
-    columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
     mixed = MIXED_ROWS if settings.max_mixed_rows is None else settings.max_mixed_rows
     mixed = min(mixed, rows - 2 * block) if session.mixes else 0
+    limit, rings = _pool_pages(session, slots, tokens + block, longest, block, kv_bytes or CPU_BYTES, mixed)
+    scheduler = Scheduler(Budgets(rows, slots, limit, rings), settings.scheduler, queue=settings.queue, costs=costs)
+    columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows, mixed)
     whole = causal and session.paged
     alike = block if spec.aligned else 1
@@ -230,7 +230,7 @@ def build_core(
 
 
 def _pool_pages(
-    session: BlockSession, slots: int, tokens: int, longest: Request, block: int, kv_bytes: int
+    session: BlockSession, slots: int, tokens: int, longest: Request, block: int, kv_bytes: int, mixed: int
 ) -> tuple[int, tuple[int, ...]]:
     """Number of pages of the pool, and of each of its rings.
 
@@ -240,9 +240,10 @@ def _pool_pages(
     kv, spec = session.kv, session.spec
     page_bytes = kv.position_bytes * kv.page_size
     most, begun = slots * kv.pages_for(tokens), ring_pages(longest, block, spec, kv)
-    # One slot prefills its prompt, the others hold the pages that they keep after theirs.
+    # One slot prefills its prompt, the others hold the pages that they keep after theirs. First steps that encode
+    # prompts hold more, for `mixed` rows together.
     after = kv.ring_pages(tokens, step_rows(block, spec))
-    held = [first + (slots - 1) * pages for first, pages in zip(begun, after, strict=True)]
+    held = [first + (slots - 1) * pages + kv.pages_for(mixed) for first, pages in zip(begun, after, strict=True)]
     share = min(1.0, kv_bytes / max(1, kv.pool_bytes(most, held)))
     rings = tuple(max(first, int(share * pages)) for first, pages in zip(begun, held, strict=True))
     left = kv_bytes - kv.pool_bytes(0, rings)

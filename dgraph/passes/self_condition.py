@@ -18,13 +18,11 @@ from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
 from dgraph.plans.papers import OURS, Paper
 from dgraph.ranks.sharding import FIRST_ID
 from dgraph.types.nodes import args_of
-from dgraph.types.shapes import InputSpec, of_window
+from dgraph.types.shapes import OWN, InputSpec, of_window
 
 aten = torch.ops.aten
 
 OUTPUTS = ("token", "confidence", "draw", "entropy")
-OWN = 1
-"""The window of a row that sees its own position alone."""
 TABLE = page_table(OWN)
 
 

@@ -47,6 +47,9 @@ DTYPES = {
 OFFSETS = "b+1"
 """The size of offsets per sequence."""
 
+OWN = 1
+"""The window of a cache of which each row reads its own position alone."""
+
 _HINTS, _LARGE_HINTS = 5, 304
 """Places among the primes of the first hints, 11 and 2003. No two symbols ever compare equal by accident of theirs."""
 

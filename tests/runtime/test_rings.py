@@ -223,6 +223,26 @@ def test_a_pool_that_holds_no_ring_is_refused() -> None:
 # -- what it excludes ----------------------------------------------------------------------------------------------
 
 
+def test_a_sequence_gets_more_places_for_a_first_call_and_gives_them_back() -> None:
+    kv = KVStore([InputSpec("seen", torch.float32, ("pages_1", "page"))], page_size=4)
+    first, second = kv.allocate([40, 40], rings=[kv.ring_pages(40, 8)] * 2)
+    ring = kv.rings[1]
+    ring.limit = 7
+    assert kv.widen({first: 20})
+    table = kv.page_tables([first, second], 10)["page_table_1"].tolist()
+    assert [len(set(row)) for row in table] == [5, 2]
+    assert table[0] == table[0][:5] * 2
+    assert not kv.widen({first: 20, second: 12})
+    assert kv.page_tables([first, second], 10)["page_table_1"].tolist() == table
+    kv.settle(first, 12, 8)
+    (after,) = kv.page_tables([first], 10)["page_table_1"].tolist()
+    assert (after[3:5], len(set(after))) == (table[0][3:5], 2)  # the positions from 12 on stay where they are
+    assert kv.widen({second: 12})
+    for sequence in (first, second):
+        kv.free(sequence)
+    assert ring.free_pages == ring.pages == 7
+
+
 def test_what_needs_every_key_is_refused_by_name() -> None:
     made = optimized(6)
     with pytest.raises(InputError, match="layers with a window of 6 positions let those behind it go"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -217,6 +217,25 @@ class KVStore:
         """
         for ring in self.rings.values():
             ring.settle(sequence, start, rows)
+
+    def widen(self, rows: Mapping[int, int]) -> bool:
+        """Give sequences ring pages for first calls that forward more of their rows; `settle` gives them back.
+
+        rows: of the call, by sequence. False, and nothing has changed, if too few pages are free.
+        """
+        missing = [
+            {s: max(0, ring_size(each.window, n, self.page_size) - len(each._pages_of(s))) for s, n in rows.items()}
+            for each in self.rings.values()
+        ]
+        try:
+            for ring, more in zip(self.rings.values(), missing, strict=True):
+                ring._make_room(sum(more.values()))
+        except PoolFull:
+            return False
+        for ring, more in zip(self.rings.values(), missing, strict=True):
+            for sequence, count in more.items():
+                ring._owned[sequence] += ring._take(count)
+        return True
 
     def reserve(self, pages: int) -> None:
         """Make `pages` pages now; if no page is owned, exactly that many.

@@ -10,13 +10,13 @@ device. A program may read more, and so does decoding logits (see `dgraph.runtim
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dgraph.lowering.program import Program, ProgramResult
+from dgraph.lowering.program import ProgramResult
 from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.plans.rows import RowCounts, RowPlan
 from dgraph.runtime.graphs.upload import upload
@@ -24,6 +24,7 @@ from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.page_tables import PageTables
 from dgraph.runtime.kv.store import KVStore
 from dgraph.runtime.loop.batch_config import BatchConfig
+from dgraph.runtime.loop.launched import Bound, Flight
 from dgraph.runtime.loop.step_inputs import StepContext, computed
 from dgraph.runtime.loop.step_report import Report, all_rows
 from dgraph.runtime.loop.transition import TWIN, StepTransition
@@ -111,7 +112,7 @@ class Batch:
         if self._ahead and plan is not None and not self.causal:
             self._counts = RowCounts(plan, shape.slots, spec.logit_shift)
         self._decide = Decide(spec, shape.block)
-        self._flying: _Flight | None = None
+        self._flying: Flight | None = None
         self._steps = 0
 
     # -- slots ----------------------------------------------------------------------------------------------------
@@ -249,11 +250,15 @@ class Batch:
     def mix(self, slots: Sequence[int]) -> bool:
         """Let the first steps of these slots encode the rest of their prompts; False if that exceeds `Shape.mixed`.
 
-        First steps of other slots that encode prompts count too.
+        First steps of other slots that encode prompts count too. Also False if a ring lacks pages for these rows.
         """
         rows = [self.running[slot].left for slot in slots]
         if sum(rows) + sum(one.left for one in self.running.values() if one.mixed) > self.shape.mixed:
             return False
+        own = step_rows(self.shape.block, self.spec)
+        if not self.kv.widen({h: own + self.running[slot].left for slot in slots for h in self.running[slot].handles}):
+            return False
+        self._tables.changed(slots)
         self.transition.mix(slots, rows)
         for slot in slots:
             self.running[slot].mixed = True
@@ -327,7 +332,7 @@ class Batch:
         """True if a step is running."""
         return self._flying is not None
 
-    def _bound(self, whole: Sequence[int]) -> _Bound:
+    def _bound(self, whole: Sequence[int]) -> Bound:
         """Program of the packed step with its inputs, without the number of its rows.
 
         whole: slots whose sequences do not reuse packed keys, but see everything, such as those that choose keys.
@@ -336,14 +341,14 @@ class Batch:
         program = self.programs.step if select is None else select
         transition = self.transition
         inputs = {**self.caches(), **transition.inputs, **transition.late(program.inputs, self._key_rows(whole))}
-        return _Bound(program, inputs, program.bound(inputs))
+        return Bound(program, inputs, program.bound(inputs))
 
     def _key_rows(self, slots: Sequence[int]) -> int:
         """Rows of keys for all positions that sequences in these slots see; rounded up to a size if `sized`."""
         seen = sum(self.running[slot].request.end + self.shape.block for slot in slots)
         return key_sizes(seen)[-1] if self._sized else seen
 
-    def _launched(self, bound: _Bound, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
+    def _launched(self, bound: Bound, result: ProgramResult, count: int, slots: Sequence[int]) -> None:
         """Take the outputs of a launched step on at most `count` rows of these slots."""
         transition, program, inputs, other = self.transition, bound.program, bound.inputs, None
         if self.config.guided:
@@ -364,13 +369,13 @@ class Batch:
             outputs = self._decide(transition, samplers, outputs, other, inputs, self.lenient)
         self._flying = None
         if self._observer is None:
-            self._flying = _Flight(self._steps)
+            self._flying = Flight(self._steps)
         else:
             # The transition overwrites its inputs, and a program may return one of them.
             said = {name: value.clone() for name, value in result.outputs.items()}
             states = {name: transition.inputs[name].clone() for name in transition.carried}
             rows = transition.rows.head(count).clone()
-            self._flying = _Flight(self._steps, transition.state.clone(), rows, said, states)
+            self._flying = Flight(self._steps, transition.state.clone(), rows, said, states)
         transition.take(outputs)
         self.stats.steps += 1
         self._steps += 1
@@ -379,9 +384,10 @@ class Batch:
         for slot in slots:
             one = self.running[slot]
             one.steps, one.prefilled = one.steps + 1, one.prompt
+        self._settle([slot for slot in slots if self.running[slot].mixed and self.running[slot].steps == 1])
         self._release(slots)
 
-    def _move(self, flight: _Flight) -> None:
+    def _move(self, flight: Flight) -> None:
         decision = self.transition.move(observed=flight.before is not None)
         if self._observer is not None and decision is not None and flight.before is not None:
             assert flight.rows is not None
@@ -438,8 +444,8 @@ class Batch:
         return {**self._tables.of(0), **self.kv.tensors(), **packed}
 
     def _settle(self, slots: Sequence[int]) -> None:
-        """Give back the pages that only the prompts of these slots needed, if keys behind a window are dropped."""
-        if not self.kv.windows or not slots:
+        """Give back the pages that only the prompts of these slots needed, where rings have more of them."""
+        if not self.kv.rings or not slots:
             return
         for slot in slots:
             for handle in self.running[slot].handles:
@@ -477,23 +483,3 @@ class Batch:
             "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
             **self._tables.of(1),
         }
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A launched step. All fields but its number are copies for an observer, if there is one."""
-
-    number: int
-    before: DecodeState | None = None
-    rows: StepRows | None = None
-    said: dict[str, Tensor] = field(default_factory=dict)
-    states: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """A program with its inputs, and the function that runs it on them; see `Program.bound`."""
-
-    program: Program
-    inputs: dict[str, Tensor]
-    run: Callable[[int], ProgramResult]

@@ -39,6 +39,7 @@ from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_
 from dgraph.runtime.results import Ended, Generation, Progress, SequenceKV
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.spec import ModelSpec
+from dgraph.types.shapes import OWN
 
 LOGITS = "logits"
 """The variant of programs that end in logits."""
@@ -150,10 +151,11 @@ class BlockSession:
 
         A step forwards a prompt as it does a finished block. So the model must encode blocks, or rows, beside others
         that it denoises. The rows must also find the same as in a forward of their own. So all keys are kept, in pages
-        that hold every position, and no state is carried from forward to forward.
+        that hold every position, and no state is carried from forward to forward. A cache of which each row reads its
+        own position alone gets places for these rows, too.
         """
         blocks = self.spec.attention == "block_causal" and self.spec.noise != "uniform"
-        return blocks and self.packed is None and not self.kv.rings and not self.lasting
+        return blocks and self.packed is None and self.kv.rings.keys() <= {OWN} and not self.lasting
 
     @torch.no_grad()
     def generate(
