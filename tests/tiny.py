@@ -154,5 +154,6 @@ def caches_of(spec: ModelSpec, lengths: Sequence[int]) -> dict[str, Tensor]:
 
 def read_cache(inputs: Mapping[str, Tensor], name: str, sequence: int, length: int) -> Tensor:
     """Positions [0, length) of one sequence in a paged cache."""
-    table = inputs["page_table"][sequence]
+    own = name[0] in "cf" and "page_table_1" in inputs
+    table = inputs["page_table_1" if own else "page_table"][sequence]
     return torch.stack([inputs[name][table[p // PAGE], p % PAGE] for p in range(length)])

@@ -18,7 +18,6 @@ from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.papers import DYLLM, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
-from dgraph.types.shapes import InputSpec
 
 aten = torch.ops.aten
 
@@ -33,7 +32,8 @@ class GateFFN(Pass):
     salient rows move to the front of a buffer for all rows. So row i of the buffer is not row i of the step. Linear
     layers stop after the salient rows, whose number is never read on the host. New inputs: `full` bool[N], and per
     layer l `c_cache_l` [pages, page, heads, head_dim] and `f_cache_l` [pages, page, hidden]. New output: `salient`
-    i32[layers], the number of salient rows.
+    i32[layers], the number of salient rows. On a block-causal model these caches have places for the positions of a
+    step alone: [pages_1, page, ...], with the input `page_table_1` i32[b, P_1].
 
         before  %14 = dgraph.paged_attention(%12, k_cache, v_cache, page_table, cu_rows, limit, 0.25)
                 %18 = dgraph.rms_norm(%17, post_attention_layernorm.weight, 1e-06)              f32[N, 64]
@@ -113,11 +113,10 @@ class GateFFN(Pass):
         gathered = graph.call(OPS["compact"], (values, rows.index), before=found.residual, by=by, like=found.nodes[0])
         stream, positions = graph.parts(gathered, 2, by)
         moved = salience.move(graph, found.nodes, {found.stream: stream}, rows, found.residual, by)
-        width, value = int(found.result.meta["val"].shape[1]), found.result.meta["val"]
-        cache = graph.add_input(InputSpec(f"f_cache_{layer}", value.dtype, ("pages", "page", width)))
-        write = (moved[found.result], cache, positions, place.page_table, rows.cu_rows)
+        cache, page_table = salience.cache_of(graph, "f", found.result)
+        write = (moved[found.result], cache, positions, page_table, rows.cu_rows)
         graph.call(OPS["feature_write"], write, before=found.residual, by=by, like=found.result)
-        read = (cache, place.slots(graph, cache, by))
+        read = (cache, place.slots(graph, cache, page_table, by))
         kept = graph.call(OPS["feature_take"], read, before=found.residual, by=by, like=found.result)
         found.residual.replace_input_with(found.result, kept)
         report.did(f"{len(found.nodes)} calls of the feed-forward network on salient rows", layer)
@@ -135,32 +134,30 @@ class GateFFN(Pass):
             return salience.flags_of(there)
         graph.add_input(salience.FULL)
         full = graph.on_rows_of("full", attention, by)
-        cache = salience.context_cache(graph, attention)
-        return salience.drift(graph, attention, cache, full, place.arguments, tau, by)
+        cache, page_table = salience.cache_of(graph, "c", attention)
+        return salience.drift(graph, attention, cache, full, place.within(page_table), tau, by)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a layer's rows: positions, page table and offsets."""
+    """Place of a layer's rows: positions and offsets, and a page table for each kind of cache."""
 
     positions: Node
-    page_table: Node
     cu_rows: Node
 
     @classmethod
     def of(cls, graph: Graph, attention: Node) -> _Place:
         args = args_of(attention)
         if attention.target in [OPS[op].overload for op in salience.UPDATED]:
-            return cls(args[8], args[9], args[10])
-        return cls(graph.on_rows_of("positions", attention, "GateFFN"), args[3], args[4])
+            return cls(args[8], args[10])
+        return cls(graph.on_rows_of("positions", attention, "GateFFN"), args[4])
 
-    @property
-    def arguments(self) -> tuple[Node, Node, Node]:
-        return self.positions, self.page_table, self.cu_rows
+    def within(self, page_table: Node) -> tuple[Node, Node, Node]:
+        return self.positions, page_table, self.cu_rows
 
-    def slots(self, graph: Graph, cache: Node, by: str) -> Node:
-        """Slots of the rows, the same in every cache: an existing call, or a new one as early as possible."""
-        args = self.arguments
+    def slots(self, graph: Graph, cache: Node, page_table: Node, by: str) -> Node:
+        """Slots of the rows, the same in all caches of a table: an existing call, or a new one as early as possible."""
+        args = self.within(page_table)
         for node in graph.find("row_slots"):
             if args_of(node)[:3] == args:
                 return node

@@ -34,7 +34,8 @@ class PartialAttention(Pass):
     projected for all rows. A row whose keys and values are not projected keeps those of the cache. A row is salient if
     the cosine between its new context and that of the step before is below tau. In a full step every row is salient and
     exact. New inputs: `full`, `changed` bool[N], and `c_cache_l` [pages, page, heads, head_dim] per layer l. New
-    output: `salient` i32[layers], the number of salient rows.
+    output: `salient` i32[layers], the number of salient rows. On a block-causal model contexts are kept as `GateFFN`
+    says, and the attention reads `page_table_1` i32[b, P_1] as well.
 
         before  %3 = linear(%1, self_attn.k_proj.weight)                                        f32[N, 32]
                 %4 = linear(%1, self_attn.v_proj.weight)                                        f32[N, 32]
@@ -130,13 +131,14 @@ class PartialAttention(Pass):
             report.did(f"{len(nodes)} calls for keys and values on salient rows, attention on masked rows", layer)
             return
         graph.add_input(salience.FULL)
-        full, cache = graph.on_rows_of("full", attention, by), salience.context_cache(graph, attention)
+        full, (cache, table) = graph.on_rows_of("full", attention, by), salience.cache_of(graph, "c", attention)
         if self.update:
             dv = graph.call(OPS["kv_update"], update, before=write, by=by)
             q, _, _, _, _, limit, scale = args_of(attention)[:7]
             args = (q, k_cache, v_cache, dv, changed.index, changed.cu_rows, cache, full, positions, page_table)
             op = OPS["partial_attention" if graph.sharding is None else "partial_context"]
-            partial = graph.call(op, (*args, cu_rows, limit, scale, tau, *scales), before=attention, by=by)
+            own = () if table is page_table else (*(() if scales else (None, None)), table)
+            partial = graph.call(op, (*args, cu_rows, limit, scale, tau, *scales, *own), before=attention, by=by)
             context, salient = graph.parts(partial, 2, by)
             if graph.sharding is not None:  # sums of this rank's share
                 salient = salience.drifted(graph, salient, full, cu_rows, tau, by)
@@ -147,7 +149,7 @@ class PartialAttention(Pass):
         else:
             graph.call(OPS["kv_write"], update, before=write, by=by)
             if not salience.drifts(graph, layer):
-                salience.drift(graph, attention, cache, full, (positions, page_table, cu_rows), tau, by)
+                salience.drift(graph, attention, cache, full, (positions, table, cu_rows), tau, by)
         graph.fx.erase_node(write)
         report.did(
             f"{len(nodes)} calls for keys and values on salient rows, attention "

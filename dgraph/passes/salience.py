@@ -15,8 +15,9 @@ from dgraph.ir.graph import Graph, Listed
 from dgraph.ir.layers import of_weights
 from dgraph.ir.linears import head_of, linear_of
 from dgraph.ops import OPS, op_of
+from dgraph.passes.cache_kv import page_table
 from dgraph.types.nodes import args_of, op_name
-from dgraph.types.shapes import InputSpec
+from dgraph.types.shapes import OWN, Dim, InputSpec, of_window
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ FULL = InputSpec("full", torch.bool, ("N",))
 CHANGED = InputSpec("changed", torch.bool, ("N",))
 SALIENT = "salient"
 """The output that counts the salient rows of each layer."""
-INPUTS = frozenset({FULL.name, SALIENT, "c_cache_*"})
+INPUTS = frozenset({FULL.name, SALIENT, "c_cache_*", page_table(OWN).name})
 """Names that either pass may add."""
 
 
@@ -53,11 +54,18 @@ def tau_of(tau: float | tuple[float, ...], layer: int, layers: int) -> float:
     return float(tau[layer])
 
 
-def context_cache(graph: Graph, attention: Node) -> Node:
-    """The input that keeps the context of an attention, by layer."""
-    heads, dim = (int(s) for s in attention.meta["val"].shape[1:])
-    shape = ("pages", "page", heads, dim)
-    return graph.add_input(InputSpec(f"c_cache_{attention.meta['layer']}", attention.meta["val"].dtype, shape))
+def cache_of(graph: Graph, kind: str, value: Node) -> tuple[Node, Node]:
+    """The input that keeps a value of each row, by layer, and the page table by which it is read.
+
+    Each row reads what an earlier step kept for its own position. A bidirectional model may come back to any position.
+    A block-causal one forwards a finished block once more, in full, and never again. So its cache has a window of one
+    position, and a sequence has places there for as many as a step forwards.
+    """
+    window = OWN if graph.spec.attention == "block_causal" else 0
+    kept = value.meta["val"]
+    shape: tuple[Dim, ...] = (of_window("pages", window), "page", *map(int, kept.shape[1:]))
+    cache = graph.add_input(InputSpec(f"{kind}_cache_{value.meta['layer']}", kept.dtype, shape))
+    return cache, graph.add_input(page_table(window))
 
 
 FINDERS = ("partial_attention", "drift", "drifted", "least_similar", "least_drifted")

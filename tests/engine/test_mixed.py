@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from dgraph.engine.scheduling.jobs import MIXED_ROWS
 from dgraph.errors import InputError
 from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.kv.store import KVStore
 from dgraph.runtime.requests import Request, prefilled_positions
 from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.testing import models
@@ -286,6 +288,70 @@ def test_what_lasts_or_is_let_go_keeps_prompts_apart(kept: InputSpec) -> None:
     turns = engine([Asked(THREE, SHORT)], session)
     check_alone(turns)
     assert calls(turns, "prefill") == [12]
+
+
+def session_of_a_ring() -> BlockSession:
+    """A session whose steps keep something that each row reads at its own position alone."""
+    kept = InputSpec("seen", torch.float32, ("pages_1", "page"))
+    programs = {"prefill": FakeProgram("prefill"), "step": FakeProgram("step")}
+    programs["step"].inputs |= {kept.name: kept}
+    return BlockSession(fake_spec(BLOCK), programs)
+
+
+RIDING = [
+    *(Asked((1,), LONG), Asked(THREE, LONG, turn=2), Asked(THREE[:9], SHORT, turn=2)),
+    Asked(tuple(reversed(THREE)), SHORT, turn=6),
+]
+
+
+def test_rows_of_a_prompt_have_places_of_their_own_in_a_ring() -> None:
+    """A sequence gets more of them for the step that encodes its prompt, and gives them back after it."""
+    session = session_of_a_ring()
+    assert session.mixes
+    turns = engine(RIDING, session)
+    (ring,) = session.kv.rings.values()
+    assert ring.pages == 4 * 2 + ring.pages_for(turns.core.shape.mixed)
+    check_alone(turns)
+    assert calls(turns, "prefill") == []
+    columns = set[int]()
+    for call in session.programs["step"].calls:  # type: ignore[attr-defined]
+        cu_rows, rows = call["cu_rows"], torch.arange(len(call["positions"]))
+        sequence = torch.searchsorted(cu_rows[1:].contiguous(), rows.int(), right=True)
+        page = call["page_table_1"][sequence, call["positions"] // BLOCK]
+        places = set(zip(page.tolist(), (call["positions"] % BLOCK).tolist(), strict=True))
+        assert len(places) == len(rows)
+        columns |= {len(set(row.tolist())) for row in call["page_table_1"][: len(cu_rows) - 1]}
+    assert max(columns) == 5  # three blocks of the prompt, and two
+    assert ring.free_pages == ring.pages
+
+
+def test_a_prompt_for_which_a_ring_has_no_places_has_a_forward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of_a_ring()
+    turns = engine(RIDING, session)
+    (ring,) = session.kv.rings.values()
+    widen = KVStore.widen
+
+    def without_room(kv: KVStore, rows: Mapping[int, int]) -> bool:
+        held, ring._free = ring._free, []
+        found = widen(kv, rows)
+        ring._free += held
+        return found
+
+    monkeypatch.setattr(KVStore, "widen", without_room)
+    check_alone(turns)
+    assert sorted(calls(turns, "prefill")) == [12, 20]
+    assert ring.free_pages == ring.pages
+
+
+def test_prompts_are_shared_though_contexts_are_in_a_ring() -> None:
+    (tiny,) = models(None, "sdar")
+    run = tiny.optimized("dyllm")
+    ids = [[4 + (7 * at) % 40 for at in range(4 * tiny.model.spec.block_length + more)] for more in (1, 3)]
+    decoding = Decoding(max_new_tokens=9, threshold=0.3, ignore_eos=True)
+    with run.engine(max_sequences=1) as engine:
+        found = [one.token_ids for one in engine.generate(ids, decoding)]
+        assert engine.stats.prefix_found == 4 * tiny.model.spec.block_length
+    assert found == [run.generate(input_ids=[each], decoding=decoding).token_ids[0] for each in ids]
 
 
 def test_a_bidirectional_model_forwards_a_prompt_with_its_response() -> None:

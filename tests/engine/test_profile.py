@@ -157,6 +157,31 @@ def test_keys_and_values_in_float8_count_as_they_are_stored(family: str, recipe:
     assert session.kv.position_bytes == rounded.kv_cost.position
 
 
+@pytest.mark.parametrize("options", [{}, {"update": False}, {"partial": False}], ids=str)
+def test_contexts_and_features_of_a_block_causal_model_have_places_for_two_blocks(options: dict[str, Any]) -> None:
+    (tiny,) = models(None, "sdar")
+    spec = tiny.model.spec
+    dense, gated = (
+        profile(tiny.optimized(name, **more), rows=64).kv_cost for name, more in (("dense", {}), ("dyllm", options))
+    )
+    own = spec.layers * (spec.heads * spec.head_dim + spec.hidden) * 4
+    assert (gated.position, gated.rings) == (dense.position, ((1, own, 2),))
+    assert gated.sequence(728, 128) == dense.sequence(728, 128) + 2 * spec.block_length * own == 389_120
+    assert gated.sequence(728, 128) < 1.05 * dense.sequence(728, 128)
+    assert gated.sequence(128, 64) <= 1.3 * dense.sequence(128, 64)
+
+
+def test_contexts_and_features_of_other_models() -> None:
+    """Of two modes a step forwards one block; a bidirectional model may come back to any position."""
+    for family, rings, positions in (("nemotron", 1, 0), ("llada", 0, 1)):
+        (tiny,) = models(None, family)
+        spec = tiny.model.spec
+        cost = profile(tiny.optimized("dyllm"), rows=64).kv_cost
+        own = spec.layers * (spec.heads * spec.head_dim + spec.hidden) * 4
+        assert cost.rings == ((1, own, 1),) * rings
+        assert cost.position == spec.layers * 2 * spec.kv_heads * spec.head_dim * 4 + positions * own
+
+
 @pytest.mark.parametrize("family", ["llada", "sdar"])
 def test_packed_keys_have_no_pages_where_they_were(family: str) -> None:
     (tiny,) = models(None, family)

@@ -65,6 +65,11 @@ TOKENS = [torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n))
 DECODED = ([(2, 11), (5, 12)], [(4, 13)], [(0, 14), (6, 15), (12, 16)]), ([(3, 21)], [], [(7, 22), (8, 23)])
 
 
+def own_table(spec: ModelSpec) -> set[str]:
+    """Name of the page table of contexts and features, where it is not that of keys."""
+    return {"page_table_1"} if spec.attention == "block_causal" else set()
+
+
 def memory_of(spec: ModelSpec, lengths: Sequence[int]) -> dict[str, Tensor]:
     """Empty caches of keys, values, contexts and features."""
     caches = caches_of(spec, lengths)
@@ -72,6 +77,9 @@ def memory_of(spec: ModelSpec, lengths: Sequence[int]) -> dict[str, Tensor]:
     for layer in range(spec.layers):
         caches[f"c_cache_{layer}"] = torch.full((pages, PAGE, spec.heads, spec.head_dim), torch.nan)
         caches[f"f_cache_{layer}"] = torch.full((pages, PAGE, spec.hidden), torch.nan)
+    for name in own_table(spec):
+        table = caches["page_table"]
+        caches[name] = torch.where(table < 0, table, pages - 1 - table)
     return caches
 
 

@@ -29,6 +29,7 @@ from tests.passes.sparse_step import (
     check_lossless,
     family_of,
     memory_of,
+    own_table,
     run,
     three_steps,
 )
@@ -59,15 +60,21 @@ def test_it_fires_once_per_layer(name: str) -> None:
     assert graph.outputs == (*cached.outputs, "salient")
     assert graph.type_text(graph.result("salient")) == f"i32[{layers}]"
     added = {f"{kind}_cache_{layer}" for kind in "cf" for layer in range(layers)}
-    assert set(graph.inputs) - set(cached.inputs) == {"full", *added}
+    assert set(graph.inputs) - set(cached.inputs) == {"full", *added, *own_table(cached.spec)}
     assert graph.tensors == cached.tensors
 
 
-def test_types_of_its_caches() -> None:
-    graph = rewritten(family_of("dream").cached, GateFFN())
+@pytest.mark.parametrize(("name", "pages"), [("dream", "pages"), ("sdar", "pages_1")])
+def test_types_of_its_caches(name: str, pages: str) -> None:
+    """Of a block-causal model they are pages of their own, with places for the positions of a step."""
+    graph = rewritten(family_of(name).cached, GateFFN())
     spec = graph.spec
-    assert graph.inputs["c_cache_1"].shape == ("pages", "page", spec.heads, spec.head_dim)
-    assert graph.inputs["f_cache_1"].shape == ("pages", "page", spec.hidden)
+    assert graph.inputs["c_cache_1"].shape == (pages, "page", spec.heads, spec.head_dim)
+    assert graph.inputs["f_cache_1"].shape == (pages, "page", spec.hidden)
+    table = graph.input("page_table" + pages.removeprefix("pages"))
+    assert {n.args[4] for n in graph.find("drift")} | {n.args[3] for n in graph.find("feature_write")} == {table}
+    assert graph.find("row_slots")[0].args[1] is table
+    assert {n.args[3].name for n in graph.find("paged_attention")} == {"page_table"}
     assert graph.inputs["full"].dtype == torch.bool
 
 
@@ -202,7 +209,7 @@ def test_rows_that_an_eviction_keeps_take_their_own_features(counted: tuple[Pass
     wanted = interpret(graph, {**some, **memory}, {"feature_take": read})
     kept = wanted["kept"][wanted["kept"] >= 0]
     assert 0 < len(kept) < sum(LENGTHS)
-    places = (some["positions"], memory["page_table"], some["cu_rows"])
+    places = (some["positions"], memory["page_table_1"], some["cu_rows"])
     assert taken[0] == OPS["row_slots"].reference(*places, memory["f_cache_0"]).tolist()
     assert taken[1:] == [[taken[0][i] for i in kept]] * 3
     got = LoweredProgram(graph, RegionCompiler("eager"), Buckets())({**some, **again}, sum(LENGTHS)).outputs

@@ -25,6 +25,7 @@ from tests.passes.sparse_step import (
     check_lossless,
     family_of,
     memory_of,
+    own_table,
     run,
     step_of,
     three_steps,
@@ -58,7 +59,7 @@ def test_it_fires_once_per_layer(name: str, fused: bool) -> None:
         assert write.args[4] in graph.find("compact", layer)[0].users
     assert graph.outputs == (*cached.outputs, "salient")
     added = {f"c_cache_{layer}" for layer in range(layers)}
-    assert set(graph.inputs) - set(cached.inputs) == {"full", "changed", *added}
+    assert set(graph.inputs) - set(cached.inputs) == {"full", "changed", *added, *own_table(cached.spec)}
 
 
 @pytest.mark.parametrize("name", ["dream", "llada2"])

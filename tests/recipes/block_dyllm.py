@@ -42,6 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], Method]] = {
     "nothing salient": ({"tau": -1.01}, Method(-1.01, full_steps=1)),
     "everything salient": ({"tau": 1.01}, Method(1.01, full_steps=1)),
 }
+TABLES = {**dict.fromkeys("kv", "page_table"), **dict.fromkeys("cf", "page_table_1")}
+"""The page table of each kind of cache."""
 CACHES = [("off", True), ("off", False), ("dc", True), ("dc", False), ("dc+", True), ("dc+", False)]
 
 
@@ -104,13 +106,14 @@ class Watched:
         return ProgramResult(outputs, (rows,), (rows,), (0.0,))
 
     def _seen(self, inputs: Mapping[str, Tensor], found: Found, sequence: int, rows: slice) -> Seen:
-        at, table = inputs["positions"][rows], inputs["page_table"][sequence].long()
+        at = inputs["positions"][rows]
+        tables = {kind: inputs[name][sequence].long() for kind, name in TABLES.items() if name in inputs}
         caches = {}
         for name, cache in inputs.items():
             if name[1:].startswith("_cache_"):
                 where = torch.arange(int(inputs["limit"][rows].max())) if name[0] in "kv" else at
                 page = cache.shape[1]
-                caches[name] = cache[table[where // page], where % page]
+                caches[name] = cache[tables[name[0]][where // page], where % page]
 
         def places(flags: list[Tensor]) -> list[list[int]]:
             return [at[f[rows]].tolist() for f in flags]
