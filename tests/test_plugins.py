@@ -202,7 +202,7 @@ def test_they_combine_with_what_keeps_keys(install: Install) -> None:
     install("patience", {"dgraph.recipes": {"patient": "patience_methods:patient"}})
     both = build(RECIPES, "maskkv+patient", BOTH, {"pairs": 7, "every": 3})
     assert (both.name, both.kv is not None) == ("maskkv+patient", True)
-    with pytest.raises(InputError, match=r"comes first; write 'maskkv\+patient'"):
+    with pytest.raises(InputError, match=r"one part that selects keys, then .*; write 'maskkv\+patient'"):
         build(RECIPES, "patient+maskkv", BOTH, {})
     with pytest.raises(UnknownName, match=r"unknown part of a recipe 'patent'\. Did you mean 'patient'"):
         build(RECIPES, "maskkv+patent", BOTH, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
 from dgraph.errors import InputError, UnknownName
@@ -26,6 +26,8 @@ def role_of(options: type[RecipeOptions]) -> int:
 def combine(*parts: type[RecipeOptions]) -> type[RecipeOptions]:
     """The recipe "keys+gate+rows", of two or three of these parts. It has the options of each; shared ones go to all.
 
+    An option that a gate shares with the rows has their default.
+
     Without a part for the rows they are those of the part that selects keys, or of the gate, where the parts go
     together with them.
 
@@ -35,7 +37,10 @@ def combine(*parts: type[RecipeOptions]) -> type[RecipeOptions]:
     name, roles = "+".join(part.name for part in parts), [role_of(part) for part in parts]
     if len(parts) < 2 or sorted(set(roles)) != roles:
         ordered = sorted(parts, key=role_of)
-        if len(parts) > 1 and len(set(roles)) == len(roles):
+        again = [part.name for part in ordered if roles.count(role_of(part)) > 1]
+        if again:
+            raise InputError(f"recipe {name!r}: {RULE}. Leave out all but one of {', '.join(map(repr, again[:2]))}.")
+        if len(parts) > 1:
             raise InputError(f"recipe {name!r}: {RULE}; write {'+'.join(part.name for part in ordered)!r}.")
         raise InputError(f"recipe {name!r}: {RULE}.")
     last = parts[-1] if roles[-1] == 2 else None
@@ -49,7 +54,11 @@ def combine(*parts: type[RecipeOptions]) -> type[RecipeOptions]:
         raise InputError(f"recipe {name!r}: {rows.name!r} is the half with the rows of {parts[0].name!r} already.")
     # The gate is applied last, to the rows with their selection of keys.
     bases: list[Any] = [part for part, _ in sorted(halves, key=lambda half: -role_of(half[0]))]
+    gate = {own.name for half, _ in halves if issubclass(half, GateOptions) for own in fields(half)}
+    theirs = {f.name: f for f in fields(rows) if f.name in gate and f.default is not MISSING}
     body = {
+        **{option: f.default for option, f in theirs.items()},
+        "__annotations__": {option: f.type for option, f in theirs.items()},
         "__doc__": _summary(parts, rows),
         "name": name,
         "papers": tuple(dict.fromkeys(paper for part in (*[h for h, _ in halves], rows) for paper in part.papers)),
@@ -66,13 +75,14 @@ def _own(part: type[RecipeOptions]) -> tuple[type[RecipeOptions], type[RecipeOpt
 def _obstacle(halves: list[type[RecipeOptions]], rows: type[RecipeOptions]) -> str:
     """Reason why parts do not go with the rows of a recipe; "" if they do."""
     for part in halves:
-        reason = ""
+        reason, instead = "", "whose steps forward the block"
         if issubclass(part, KeyOptions):
             reason = obstacle(part.window, rows.extent, rows.carries)
         elif rows.reuses:
             reason = f"reuses {rows.reuses} already, so no gate goes with it"
+            instead = "that runs every layer on all of its rows"
         if reason:
-            return f"{rows.name!r} {reason}"
+            return f"{rows.name!r} {reason}. Combine {part.name!r} with a recipe {instead}, as 'focus'"
     return ""
 
 

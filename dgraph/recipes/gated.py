@@ -59,11 +59,17 @@ class GateOptions(RecipeOptions):
         rows = replace(super().build(spec), name=super().name)
         steps = tuple(step for phase in rows.phases for step in phase.passes)
         if reused := next((step.reuses for step in steps if step.reuses), ""):
-            raise InputError(f"{self.name}: recipe {rows.name!r} reuses {reused} already, so no gate goes with it.")
+            raise InputError(
+                f"{self.name}: recipe {rows.name!r} reuses {reused} already, so no gate goes with it. Combine it "
+                f"with a recipe that runs every layer on all of its rows."
+            )
         gate = self.gating(spec, rows)
         carries = next((step.carries for step in gate if step.carries), "")
         if carries and (missed := leaves_out(rows)):
-            raise InputError(f"{self.name}: the gate carries {carries}, but recipe {rows.name!r} {missed}.")
+            raise InputError(
+                f"{self.name}: the gate carries {carries}, but recipe {rows.name!r} {missed}. Choose options under "
+                f"which it carries nothing, as update=False of dyllm."
+            )
         plan = self.of_blocks() if rows.plan is None else replace(rows.plan, schedule=self.of_canvas(rows.plan))
         kv = rows.kv
         if kv is not None and spec.attention == "bidirectional":
@@ -80,6 +86,8 @@ def leaves_out(rows: Recipe) -> str:
         return "evicts rows"
     if rows.plan is not None and not isinstance(rows.plan.region, All | Response):
         return "forwards a part of the response"
+    if rows.plan is not None and rows.block_cache != "off":
+        return "skips decoded rows"  # until a whole step, which forwards them again
     return ""
 
 

@@ -233,7 +233,12 @@ def test_they_are_listed() -> None:
     found = {r["recipe"]: r for r in said}
     assert {*SPARSE} <= set(found)
     keys, rows = ("maskkv", "dllm_serve", "sparse_dllm"), ("focus", "fast_dllm")
-    assert set(SPARSE) == {*keys, *(f"{first}+{second}" for first in keys for second in rows)}
+    gates = ("", "dyllm+")
+    both = {f"{first}+{gate}{second}" for first in keys for gate in gates for second in rows}
+    assert set(SPARSE) == {*keys, *(f"{first}+dyllm" for first in keys), *both}
+    assert found["maskkv+dyllm+focus"]["summary"] == (
+        "Keys as `maskkv` keeps them, layers gated as in `dyllm`, rows as `focus` forwards them."
+    )
     assert found["maskkv+focus"]["summary"] == "Keys as `maskkv` keeps them, rows as `focus` forwards them."
     assert found["maskkv+focus"]["options"]["pairs"] == 256
 
@@ -247,13 +252,18 @@ def test_they_are_listed() -> None:
         ("maskkv+dense", r"recipe 'maskkv\+dense': 'dense' forwards rows anywhere in the canvas, and reads the keys"),
         ("maskkv+dkv_cache", "'dkv_cache' forwards rows anywhere in the canvas, and reads the keys of all others"),
         ("maskkv+vicinity", "'vicinity' forwards rows before the block, whose keys would have no place in the cache"),
-        ("maskkv+dyllm", "'dyllm' carries attention contexts, which it updates by what changes in all keys, so no key"),
         ("maskkv+dllm_cache", "'dllm_cache' is the half with the rows of 'maskkv' already"),
         ("dllm_serve+dllm_cache", "'dllm_cache' forwards rows after the block, and only the block keeps all of its"),
-        ("focus+maskkv", r"the half that selects keys comes first; write 'maskkv\+focus'"),
-        ("maskkv+dllm_serve", "a combination has one half that selects keys, then one that says which rows"),
-        ("focus+fast_dllm", "a combination has one half that selects keys"),
-        ("maskkv+focus+focus", "a combination has one half that selects keys"),
+        ("focus+maskkv", r"at most one part that selects keys, then .*; write 'maskkv\+focus'"),
+        ("maskkv+dllm_serve", "at most one part that selects keys, .* Leave out all but one of 'maskkv', 'dllm_serve'"),
+        (
+            "focus+fast_dllm",
+            "at most one that says which rows are forwarded. Leave out all but one of 'focus', 'fast_d",
+        ),
+        (
+            "maskkv+focus+focus",
+            "at most one that says which rows are forwarded. Leave out all but one of 'focus', 'focus'",
+        ),
     ],
 )
 def test_parts_that_do_not_go_together(name: str, message: str) -> None:
