@@ -189,7 +189,7 @@ def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
         if graph.row_set(salience.flags_of(found)) != rows:
             return f"rows are evicted between layers {layer - 1} and {layer}"
     nodes, _ = _projections(graph, attention, writes[0])
-    for node in nodes:
+    for node in dict.fromkeys((*nodes, *args_of(writes[0])[:2])):
         for user in node.users:
             if user not in nodes and user is not writes[0]:
                 return f"{op_name(user.target)} also reads {node.name}, for all rows"
