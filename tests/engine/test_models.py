@@ -23,10 +23,10 @@ from tests.engine.plain import PLAIN, infilled
 Named = tuple[str, dict[str, Any]]
 BOTH: list[Named] = [("focus", {}), ("dyllm", {}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})]
 METHODS: dict[str, list[Named]] = {
-    "sdar": BOTH,
-    "llada": [*BOTH, ("fast_dllm", {})],
+    "sdar": [*BOTH, ("dllm_serve+dyllm+focus", {"tau": 0.8})],
+    "llada": [*BOTH, ("fast_dllm", {}), ("maskkv+dyllm+focus", {"pairs": 6, "tau": 0.8})],
     "dream": [("focus", {}), ("dllm_serve", {})],
-    "fast_dllm_v2": [("focus", {}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})],
+    "fast_dllm_v2": [("focus", {}), ("dyllm+focus", {"tau": 0.8}), ("maskkv", {"pairs": 6}), ("dllm_serve", {})],
     "nemotron": [("maskkv", {"pairs": 6}), ("sparse_dllm", {})],
 }
 """What other families than these are tested with is `dense`."""
@@ -114,7 +114,10 @@ def test_who_gives_way_with_tokens_fixed_ahead_says_the_same_later(
         one.check_as(alone(family, made._session, each, **engine))
 
 
-@pytest.mark.parametrize(("family", "recipe", "pages"), [("sdar", "dllm_serve", 9), ("fast_dllm_v2", "sparse_dllm", 9)])
+@pytest.mark.parametrize(
+    ("family", "recipe", "pages"),
+    [("sdar", "dllm_serve", 9), ("sdar", "dllm_serve+dyllm", 9), ("fast_dllm_v2", "sparse_dllm", 9)],
+)
 def test_keys_that_are_chosen_in_pages_share_these_and_grow(family: str, recipe: str, pages: int) -> None:
     """Prompts that begin alike share pages, and who gives way for want of pages says the same later."""
     model = families()[family].random(0)
@@ -131,6 +134,28 @@ def test_keys_that_are_chosen_in_pages_share_these_and_grow(family: str, recipe:
     assert turns.core.prefix.found > 0
     for one, each in zip(told, asked, strict=True):
         one.check_as(alone(f"{family} {recipe}", made._session, each, **engine))
+
+
+@pytest.mark.parametrize("family", ["sdar", "llada"])
+def test_who_gives_way_or_goes_under_a_gate_leaves_others_what_they_get(family: str) -> None:
+    """What a gate keeps of rows is computed anew by who comes back, and not found by who takes the pages.
+
+    A request to a bidirectional model has all of its pages from the beginning, and waits for them.
+    """
+    model = families()[family].random(0)
+    model = replace(model, spec=replace(model.spec, eos_ids=()))
+    made = optimize(model, "dllm_serve+dyllm+focus", backend="eager", tau=0.8)
+    decoding = Decoding(max_new_tokens=40, threshold=0.6)
+    asked = [Asked(tuple(range(n, n + 9)), decoding, cancel=6 if n == 10 else None) for n in (4, 10, 30, 50)]
+    kv, engine = made._session.kv, {"max_tokens": 128, "max_mixed_rows": 0, "prepare": made._prepare}
+    size = 7 * kv.page_size * kv.position_bytes
+    turns = Turns(made._session, asked, max_sequences=3, pages="block", kv_bytes=size, **engine)
+    told = turns.run()
+    assert (turns.core.totals.preempted > 0) == (family == "sdar")
+    assert [one.finish for one in told] == ["length", "cancelled", "length", "length"]
+    for one, each in zip(told, asked, strict=True):
+        if one.finish != "cancelled":
+            one.check_as(alone(f"{family} under a gate", made._session, each, **engine))
 
 
 @st.composite
@@ -179,7 +204,7 @@ def engines(draw: st.DrawFn, tiny: TinyModel, made: CompiledModel) -> dict[str, 
 ROUNDED: dict[str, list[Named]] = {
     "sdar": [("focus", {"kv_dtype": "fp8"}), ("dllm_serve", {"kv_dtype": "fp8"})],
     "llada": [("maskkv", {"pairs": 6, "kv_dtype": "fp8"})],
-    "dream": [("dyllm", {"kv_dtype": "fp8"})],
+    "dream": [("dyllm", {"kv_dtype": "fp8"}), ("dllm_serve+dyllm", {"tau": 0.8, "kv_dtype": "fp8"})],
 }
 """The same with keys and values in float8."""
 

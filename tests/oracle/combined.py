@@ -263,3 +263,31 @@ class GatedBlocks(SparseBlocks):
         self._drop(phase, cache)
         self.prefilled = True
         return h
+
+
+class GatedTwoModes:
+    """A forward pass for `tests.oracle.focus_two_modes.generate`: rows gated and evicted.
+
+    Forwards that encode are full, and so is the first one that denoises a block, which therefore evicts nothing.
+
+    Args:
+        gate: the gate, of one sequence; no keys are dropped.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate, self.begins = gate, True
+
+    def __call__(
+        self,
+        weights: Weights,
+        config: Config,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        limits: Sequence[int],
+        cache: Cache,
+        hook: EvictRows | None = None,
+    ) -> Tensor:
+        if not hasattr(self.gate, "memory"):
+            self.gate.begin(config, cache)
+        full, self.begins = self.begins or hook is None, hook is None
+        return self.gate.run(weights, config, tokens, positions, limits, cache, full, Seen(), hook)

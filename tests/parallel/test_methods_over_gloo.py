@@ -13,6 +13,7 @@ PROMPTS = ["Sort these words: river stone", "Add 12 and 30."]
 CASES: list[tuple[str, str, dict[str, object]]] = [
     ("tiny_sdar", "maskkv", {"pairs": 8}),
     ("tiny_llada", "dyllm", {}),
+    ("tiny_sdar", "dllm_serve+dyllm+focus", {"tau": 0.97}),
 ]
 SCRIPT = f"""
 import json, dgraph, dgraph.parallel

@@ -10,12 +10,12 @@ import torch
 from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.runtime.stats import StepRecord
 from tests.amounts import every_value
-from tests.oracle import canvas, dyllm, focus
+from tests.oracle import canvas, dyllm, focus, focus_two_modes
 from tests.oracle.canvas import Moment
-from tests.oracle.combined import Gate, GatedBlocks, GatedCanvas
+from tests.oracle.combined import Gate, GatedBlocks, GatedCanvas, GatedTwoModes
 from tests.oracle.scoring import Eviction
 from tests.oracle.sparse import Method
-from tests.recipes import bidirectional, block_causal, block_dyllm
+from tests.recipes import bidirectional, block_causal, block_dyllm, test_focus_two_modes
 from tests.recipes.test_canvas_against_oracle import RULES, new_tokens, steps_of
 from tests.recipes.test_sparse_against_oracle import kept
 
@@ -193,3 +193,33 @@ def test_in_blocks(family: str, case: str, rule: str) -> None:
                 torch.testing.assert_close(v, head.v, rtol=1e-4, atol=1e-4)
     assert result.stats.salient == [salient[number] for number in range(len(salient))]
     assert skipped > 50, "the gate skipped next to nothing"
+
+
+@every_value(("form", test_focus_two_modes.FORMS), ("tau", [TAU, 2.0]))
+def test_in_blocks_that_are_encoded(form: str, tau: float) -> None:
+    """Above 1, a block's first step that denoises evicts nothing, and all others are those of FOCUS."""
+    setup, block = test_focus_two_modes.setup_of(form), test_focus_two_modes.BLOCK
+    spec, new = setup.model.spec, block_causal.new_tokens(block)
+    run = block_causal.optimized(setup, "dyllm+focus", tau=tau)
+    prompts, records = block_causal.prompts_for(block), list[StepRecord]()
+    result = run.generate(input_ids=prompts, max_new_tokens=new, threshold=0.6, observer=records.append)
+    salient, skipped = dict[int, list[int]](), 0
+    for i, prompt in enumerate(prompts):
+        gate = Gate(dyllm.Method(tau, 1), eviction=Eviction(average_over="sequence"))
+        trace = focus_two_modes.generate(
+            setup.weights, setup.config, prompt, max_new_tokens=new, block=block, mask_id=spec.mask_id,
+            eos_ids=spec.eos_ids, threshold=0.6, shift=spec.logit_shift, causal=spec.encoding == "causal",
+            eviction=Eviction(average_over="sequence"), forward=GatedTwoModes(gate),
+        )  # fmt: skip
+        assert result.token_ids[i] == trace.tokens
+        mine = [record for record in records if (record.sequence == i).any()]
+        assert [r.positions[r.sequence == i].tolist() for r in mine] == [s.positions for s in trace.steps]
+        assert [r.positions[(r.sequence == i) & r.kept].tolist() for r in mine] == [s.kept for s in trace.steps]
+        for number, counts in enumerate(gate.salient[-len(trace.steps) :]):  # a prompt is encoded before them
+            before = salient.get(number, [0] * len(counts))
+            salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
+        skipped += sum(
+            len(s.positions) - n[0] for s, n in zip(trace.steps, gate.salient[-len(trace.steps) :], strict=True)
+        )
+    assert result.stats.salient == [salient[number] for number in range(len(salient))]
+    assert (skipped > 20) == (tau < 1)

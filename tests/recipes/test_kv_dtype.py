@@ -19,6 +19,7 @@ from tests.recipes import test_canvas_against_oracle as on_canvas
 from tests.recipes import test_dllm_cache_against_oracle as dllm_cache
 from tests.recipes import test_dyllm_against_oracle as dyllm
 from tests.recipes import test_dyllm_on_blocks as dyllm_on_blocks
+from tests.recipes import test_gates_against_oracle as gates
 from tests.recipes import test_sparse_against_oracle as sparse
 from tests.recipes import test_sparse_on_blocks as sparse_on_blocks
 from tests.recipes.test_canvas_against_oracle import PAIRS
@@ -98,6 +99,13 @@ def test_kept_keys_on_blocks(case: str, rounding: None) -> None:
     name, options, method = sparse_on_blocks.CASES[case]
     run = block_causal.optimized(sparse_on_blocks.setup_of("sdar"), name, kv_dtype="fp8", **options)
     sparse_on_blocks.check("sdar", run, method, sparse_on_blocks.RULES["steps"], NEAR)
+
+
+@first_cases(1, "case", ["dllm_serve+dyllm+focus", "dyllm+fast_dllm", "maskkv+dyllm"])
+def test_gates(case: str, rounding: None) -> None:
+    name, options, *_ = gates.CANVAS[case]
+    run = bidirectional.setup_of("llada").optimized(name, 16, tau=gates.TAU, kv_dtype="fp8", **options)
+    gates.check_canvas("llada", case, run, "threshold", NEAR)
 
 
 def test_every_recipe_takes_it_and_gives_it_to_every_phase() -> None:
