@@ -14,7 +14,7 @@ KERNELS: dict[str, frozenset[str]] = {
         {"_attend", "_attend_in_eight_bits", "_attend_in_roles", "_exact", "_mixed", "_attend_kept", "_attend_rows"}
         | {"_add_up_rows"}
     ),
-    "focus": frozenset({"_list_candidates", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
+    "focus": frozenset({"_list_members", "_receive", "_add_heads", "_select", "_list_kept", "_gather"}),
     "salience": frozenset(
         {"_drift", "_update", "_read", "_write_feature", "_merge", "_describe", "_divide", "_decide"}
         | {"_compare", "_least", "_sum_rows", "_rank_rows"}

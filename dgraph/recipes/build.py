@@ -25,7 +25,7 @@ def builder_of(recipes: Mapping[str, Builder], name: str) -> Builder:
     if name not in recipes:
         if "+" in name:
             refuse(recipes, name)
-        raise UnknownName("recipe", name, recipes)
+        raise UnknownName("recipe", name, [each for each in recipes if "+" not in each])
     return recipes[name]
 
 

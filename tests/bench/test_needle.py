@@ -51,7 +51,7 @@ def test_every_step_of_the_dense_model_sees_the_prompt(bench: Bench, prompts: li
 
 
 @pytest.mark.parametrize(
-    ("recipe", "budget", "full"), [("maskkv", {"pairs": 1000}, 1), ("dllm_serve", {"ratio": 1.0}, 2)]
+    ("recipe", "budget", "full"), [("maskkv", {"pairs": 1000}, 1), ("dllm_serve", {"ratio": 1.0, "delay": 1}, 2)]
 )
 def test_steps_after_the_choice_reuse_what_was_kept(
     bench: Bench, prompts: list[Prompt], recipe: str, budget: dict[str, float], full: int

@@ -364,7 +364,7 @@ def test_json_tells_recipes_apart() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("focsu", {}, r"unknown recipe 'focsu'\. Did you mean 'focus' or 'dyllm\+focus'\? ."),
+        ("focsu", {}, r"unknown recipe 'focsu'\. Did you mean 'focus'\? ."),
         ("", {}, r"unknown recipe ''\. Known: dense, dkv_cache, dllm_cache, dllm_serve, "),
         ("focus", {"aplha": 2}, r"unknown option of recipe 'focus' 'aplha'\. Did you mean 'alpha'"),
         ("focus", {"blockcache": "off"}, r"'blockcache'\. Did you mean 'block_cache'"),
