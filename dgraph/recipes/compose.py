@@ -28,8 +28,8 @@ def combine(*parts: type[RecipeOptions]) -> type[RecipeOptions]:
 
     An option that a gate shares with the rows has their default.
 
-    Without a part for the rows they are those of the part that selects keys, or of the gate, where the parts go
-    together with them.
+    Without a part for the rows, they are those of the part that selects keys, where the gate goes together with them.
+    Else they are those of the gate.
 
     Raises:
         InputError: the parts do not go together; the message says why.

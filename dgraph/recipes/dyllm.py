@@ -44,7 +44,7 @@ class DyLLMGate(GateOptions):
             for Dream and 0.99 for LLaDA and every other family. The paper also has 0.9975 and 0.995. Above 1, and with
             a `response_only_period` of 1, it is the dense model.
         full_steps: steps that compute everything, at least 1. At the beginning of a response: default 4 if its steps
-            forward the whole response, else 1. Of each block of a block-causal model: default 1.
+            forward the whole response, else 1. A block-causal model has them in each block: default 1.
         every: interval of further such steps within a block, in steps, from its first on; 0 for no further ones. Where
             the rows of a combination have such an option, it is theirs on a bidirectional model.
         gate: True if feed-forward networks run on salient rows only.
