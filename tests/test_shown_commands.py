@@ -94,11 +94,11 @@ def wrong(shown: str) -> set[str]:
 
 def wrong_settings(shown: str) -> set[str]:
     """Options that no recipe of a command has; none where a recipe is of another package."""
-    recipes = re.findall(r" (?:-r|--recipe) (\w+)", shown) or ["focus"]
+    recipes = re.findall(r" (?:-r|--recipe) ([\w+]+)", shown) or ["focus"]
     if not RECIPES.keys() >= set(recipes):
         return set()
     given = {*re.findall(r" -o (\w+)=", shown)}
-    for texts in re.findall(r" (?:-r|--recipe) \w+:(\S+)", shown):
+    for texts in re.findall(r" (?:-r|--recipe) [\w+]+:(\S+)", shown):
         given.update(text.partition("=")[0] for text in texts.split(","))
     return given - {name for recipe in recipes for name in options_of(RECIPES[recipe])}
 
