@@ -111,4 +111,6 @@ def gated(phase: Phase, gate: tuple[Pass, ...], spec: ModelSpec, kv: KVPlan | No
         at = max((i + 1 for i, p in enumerate(passes) if isinstance(p, ChunkLMHead | OnlyMasked)), default=len(passes))
     # A step computes keys of the rows that its gate leaves, so the keys to choose from are those of the cache.
     after = [replace(p, cached=True, kept=kv.kept) if kv and isinstance(p, SparseKV) else p for p in passes[at:]]
-    return Phase(phase.name, (*passes[:at], *gate, *after, *LAST), phase.optional | BOUNDED)
+    # An eviction reads keys of all rows where it ranks them, which may leave a small model no layer for all of a gate.
+    few = {step.name for step in gate[1:]} if any(p.evicts for p in passes) else set()
+    return Phase(phase.name, (*passes[:at], *gate, *after, *LAST), phase.optional | BOUNDED | few)

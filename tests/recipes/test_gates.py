@@ -12,7 +12,7 @@ import pytest
 
 import dgraph
 from dgraph.compiler.compiled_model import CompiledModel
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import InputError, PassError, UnknownName
 from dgraph.ir.graph import Graph
 from dgraph.passes import PartialAttention, QuantizeWeights
 from dgraph.passes.base import Report
@@ -28,6 +28,7 @@ from tests.engine.alone import check_as_alone
 from tests.golden_files import check_golden
 from tests.models.two_modes import CONFIGS, prompts_of
 from tests.models.two_modes import setup_of as two_modes
+from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 from tests.recipes import bidirectional, block_causal, block_dyllm, test_focus_two_modes
 from tests.recipes.test_sparse import long_prompts
 from tests.tiny import tiny_spec
@@ -74,9 +75,9 @@ CANVAS: list[tuple[Named, Named]] = [
     (("sparse_dllm+dyllm", {"ratio": 0.3}), ("sparse_dllm", {"ratio": 0.3})),
     (("dllm_serve+dyllm+focus", {}), ("dllm_serve+focus", {})),
     (("maskkv+dyllm+focus", {"pairs": 6}), ("maskkv+focus", {"pairs": 6})),
-    (("dyllm+fast_dllm", {"every": 1}), DENSE),
+    (("dyllm+fast_dllm", {"every": 1, "first": "policy"}), DENSE),
     (("dyllm+focus", RIGID), FAST),
-    (("dllm_serve+dyllm", {"every": 1}), DENSE),
+    (("dllm_serve+dyllm", {"every": 1, "first": "policy"}), DENSE),
     (("sparse_dllm+dyllm", {"ratio": 1.0, "delay": 0}), FAST),
     (("maskkv+dyllm", {"pairs": ALL, "response_only_period": 1}), DENSE),
     (("dllm_serve+dyllm+focus", {"ratio": 1.0, "delay": 0, **RIGID}), FAST),
@@ -249,10 +250,33 @@ def captured(family: str) -> Graph:
     return made.graph
 
 
+def small() -> Graph:
+    """Of two layers, both of which FOCUS reads."""
+    config = tiny_config(layers=2)
+    model = to_transformers(config, random_weights(config, seed=3))
+    return dgraph.capture(dgraph.adopt(model, mask_id=mask_id(config), block_length=16))
+
+
 def rewritten(family: str, name: str, phase: str) -> tuple[Graph, dict[str, Report]]:
     graph = captured(family)
     found = dgraph.rewrite(graph, build(RECIPES, name, graph.spec, {}))[phase]
     return found.graph, {report.name: report for report in found.reports}
+
+
+def test_an_eviction_may_leave_a_small_model_no_layer_for_partial_attention() -> None:
+    """Networks are gated, and the report says why keys and values of all rows are projected."""
+    for name, optional in (("dyllm+focus", True), ("dllm_serve+dyllm+focus", True), ("dllm_serve+dyllm", False)):
+        step = build(RECIPES, name, BLOCK_SPEC, {}).phase("step")
+        assert ("PartialAttention" in step.optional) == optional
+        assert "GateFFN" not in step.optional
+    assert "PartialAttention" not in build(RECIPES, "dyllm+focus", BLOCK_SPEC, {"gate": False}).phase("step").optional
+    with pytest.raises(PassError, match=r"PartialAttention\(.* applied nowhere"):
+        dgraph.rewrite(small(), build(RECIPES, "dyllm+focus", BLOCK_SPEC, {"gate": False}))
+    reports = {
+        r.name: r for r in dgraph.rewrite(small(), build(RECIPES, "dyllm+focus", BLOCK_SPEC, {}))["step"].reports
+    }
+    assert [a.layer for a in reports["GateFFN"].applied] == [0, 1]
+    assert [s.layer for s in reports["PartialAttention"].skipped] == [0, 1]
 
 
 def test_an_explanation_names_all_three_parts() -> None:
