@@ -189,13 +189,14 @@ def engines(draw: st.DrawFn, tiny: TinyModel, made: CompiledModel) -> dict[str, 
     block = spec.block_length
     longest = 4 * block + 3
     rows = [2 * block, 3 * block] if spec.attention == "block_causal" else [longest, longest + block]
-    pages = draw(st.sampled_from([5, 7, 40]))
+    pages, slots = draw(st.sampled_from([5, 7, 40])), draw(st.integers(2, 4))
+    rings = [slots * each + kv.pages_for(longest) for each in kv.ring_pages(longest, 2 * block)]
     return {
-        "max_sequences": draw(st.integers(2, 4)),
+        "max_sequences": slots,
         "max_tokens": longest,
         "max_batched_rows": draw(st.sampled_from([*rows, 400])),
         "max_mixed_rows": draw(st.sampled_from([None, 0, block])),
-        "kv_bytes": pages * kv.page_size * kv.position_bytes,
+        "kv_bytes": kv.pool_bytes(pages, rings),
         "scheduler": draw(st.sampled_from(["look_ahead", "fcfs", "prefill_first", "static"])),
         "pages": draw(st.sampled_from(["block", "life"])),
         "prefix_cache": draw(st.booleans()),
