@@ -91,8 +91,11 @@ def _script(at: StepContext) -> Tensor:
 
 
 def _in_block(at: StepContext) -> Tensor:
-    column, block = at.rows.column, at.state.block
-    return (column >= block) & (column < 2 * block) & at.rows.live
+    rows, state = at.rows, at.state
+    predicted = rows.column - state.block
+    # The last row of a response may predict the position after it, which is in no block.
+    within = state.start[rows.sequence] + predicted < state.visible[rows.sequence]
+    return (predicted >= 0) & (predicted < state.block) & within & rows.live
 
 
 def _adapt(at: StepContext) -> Tensor:
