@@ -202,7 +202,7 @@ def test_a_batch_and_an_engine_give_what_each_request_gets_alone(
     prompts, new = settings["input_ids"], settings["max_new_tokens"]
     rules: list[dict[str, Any]] = [{"threshold": settings["threshold"]}, {"steps": 3}]
     decodings = [Decoding(max_new_tokens=new, **rules[i % 2]) for i in range(len(prompts))]
-    check_as_alone(run, prompts, decodings, pages=14, max_sequences=2, max_tokens=96)
+    check_as_alone(run, prompts, decodings, pages=14, max_sequences=2, max_tokens=96, max_mixed_rows=16)
     alone = [run.generate(input_ids=[prompt], max_new_tokens=new, **rules[0]) for prompt in prompts]
     together = run.generate(**settings)
     assert together.token_ids == [one.token_ids[0] for one in alone]
