@@ -134,12 +134,13 @@ def shared_options(recipes: Sequence[str], given: Sequence[str] | None, kv_dtype
         UnknownName, InputError: as `recipe_options`.
     """
     from dgraph.recipes import RECIPES, builder_of, types_of
+    from dgraph.recipes.compose import singles
     from dgraph.text.views import CAPTURED
 
     types: dict[str, type] = {}
     for recipe in recipes:
         if recipe != CAPTURED and recipe not in RECIPES and "+" not in recipe:
-            raise UnknownName("recipe", recipe, [*RECIPES.names(), CAPTURED])
+            raise UnknownName("recipe", recipe, [*singles(RECIPES.names()), CAPTURED])
         types |= types_of(builder_of(RECIPES, recipe)) if recipe != CAPTURED else {}
     return read_options(f"option of {' or '.join(map(repr, recipes))}", types, _with(given, kv_dtype))
 

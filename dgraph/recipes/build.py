@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.recipes.base import Recipe
-from dgraph.recipes.compose import refuse
+from dgraph.recipes.compose import refuse, singles
 from dgraph.recipes.options import Builder, RecipeOptions, options_of
 from dgraph.spec import ModelSpec
 
@@ -25,7 +25,7 @@ def builder_of(recipes: Mapping[str, Builder], name: str) -> Builder:
     if name not in recipes:
         if "+" in name:
             refuse(recipes, name)
-        raise UnknownName("recipe", name, [each for each in recipes if "+" not in each])
+        raise UnknownName("recipe", name, singles(recipes))
     return recipes[name]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn
 
@@ -16,6 +16,11 @@ RULE = (
     "a combination has at most one part that selects keys, then at most one that gates rows in the layers, then at "
     "most one that says which rows are forwarded"
 )
+
+
+def singles(names: Iterable[str]) -> list[str]:
+    """The names of recipes that are no combination."""
+    return [name for name in names if "+" not in name]
 
 
 def role_of(options: type[RecipeOptions]) -> int:
@@ -101,7 +106,7 @@ def listed(recipes: Mapping[str, Builder]) -> list[tuple[str, ...]]:
 
     A gate of a recipe that forwards rows anywhere in the canvas is built by its name, and not listed.
     """
-    single = {name: recipes[name].options for name in recipes if "+" not in name}
+    single = {name: recipes[name].options for name in singles(recipes)}
     keys, gates, rows = ([name for name, each in single.items() if role_of(each) == role] for role in range(3))
     kept = [*((first, second) for first in keys for second in rows), *((first,) for first in keys)]
     gated = [*kept, *((name,) for name in rows if single[name].extent is not Extent.CANVAS)]
@@ -117,7 +122,7 @@ def refuse(recipes: Mapping[str, Builder], name: str) -> NoReturn:
         InputError: parts that do not go together; the message says why.
     """
     parts = [part.strip() for part in name.split("+")]
-    single = [each for each in recipes if "+" not in each]
+    single = singles(recipes)
     for part in parts:
         if part not in single:
             raise UnknownName("part of a recipe", part, single)
