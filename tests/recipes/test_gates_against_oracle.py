@@ -88,38 +88,60 @@ CANVAS: dict[str, tuple[str, dict[str, Any], dyllm.Method, Any, Method | None, E
 }
 
 
+class Compared:
+    """Comparison of a run with the oracle, one sequence after the other.
+
+    Attributes:
+        result: of the run, with the keys and values that it keeps.
+        salient: salient rows by layer of each step, over the sequences so far.
+        skipped: rows that gates have left.
+    """
+
+    def __init__(self, run: CompiledModel, result: Any, layers: int, near: float):
+        self.run, self.result, self.layers, self.near = run, result, layers, near
+        self.salient: dict[int, list[int]] = {}
+        self.skipped = 0
+
+    def add(self, i: int, trace: canvas.Trace | focus.Trace, steps: list[dict[str, Any]], gate: Gate) -> None:
+        """Compare sequence i: tokens, the rows of each step, and what each head keeps at the end."""
+        assert self.result.token_ids[i] == trace.tokens
+        assert [s["positions"] for s in steps] == [s.positions for s in trace.steps]
+        assert [s["kept"] for s in steps] == [s.kept for s in trace.steps]
+        assert [s["committed"] for s in steps] == [s.committed for s in trace.steps]
+        for number, counts in enumerate(gate.salient):
+            before = self.salient.get(number, [0] * len(counts))
+            self.salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
+            self.skipped += len(counts) * len(trace.steps[number].positions) - sum(counts)
+        for layer in range(self.layers if gate.keys is not None else 0):
+            for (k, v), head in zip(kept(self.run, i, layer, self.result.kv[i]), gate.kept[layer], strict=True):
+                torch.testing.assert_close(k, head.k, rtol=self.near, atol=self.near)
+                torch.testing.assert_close(v, head.v, rtol=self.near, atol=self.near)
+
+    def end(self) -> None:
+        """Compare the salient rows of all sequences together."""
+        assert self.result.stats.salient == [self.salient[number] for number in range(len(self.salient))]
+        assert self.skipped > 50, "the gate skipped next to nothing"
+
+
 def check_canvas(family: str, case: str, run: CompiledModel, rule: str, near: float = 1e-4) -> None:
     """Every step of a ragged batch, and what its heads keep at the end."""
     setup, block = bidirectional.setup_of(family), 16
     _, _, method, rows_of, keys, eviction = CANVAS[case]
-    prompts, records, skipped = bidirectional.prompts_for(block), list[StepRecord](), 0
+    prompts, records = bidirectional.prompts_for(block), list[StepRecord]()
     new = new_tokens(block)
     result = run.generate(
         input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **RULES[rule][0]
     )
     assert result.kv is not None
-    salient: dict[int, list[int]] = {}
+    compared = Compared(run, result, bidirectional.LAYERS, near)
     for i, prompt in enumerate(prompts):
         gate = Gate(method, keys, eviction=eviction, whole_canvas=True, last_masked=keys is None)
         gated = GatedCanvas(gate, rows_of(len(prompt)), len(prompt))
         first = family == "dream" and "maskkv" not in case and "focus" not in case
         words: dict[str, Any] = {"forward": gated.forward, "eviction": eviction, "first": first, **RULES[rule][1]}
         trace = setup.traced(canvas.generate, prompt, gated.rows, block, new, **words)
-        assert result.token_ids[i] == trace.tokens
-        steps = steps_of(records, i, setup.shift)
-        assert [s["positions"] for s in steps] == [s.positions for s in trace.steps]
-        assert [s["kept"] for s in steps] == [s.kept for s in trace.steps]
-        assert [s["committed"] for s in steps] == [s.committed for s in trace.steps]
-        for number, counts in enumerate(gate.salient):
-            before = salient.get(number, [0] * len(counts))
-            salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
-            skipped += len(counts) * len(trace.steps[number].positions) - sum(counts)
-        for layer in range(bidirectional.LAYERS if keys is not None else 0):
-            for (k, v), head in zip(kept(run, i, layer, result.kv[i]), gate.kept[layer], strict=True):
-                torch.testing.assert_close(k, head.k, rtol=near, atol=near)
-                torch.testing.assert_close(v, head.v, rtol=near, atol=near)
-    assert result.stats.salient == [salient[number] for number in range(len(salient))]
-    assert skipped > 50, "the gate skipped next to nothing"
+        compared.add(i, trace, steps_of(records, i, setup.shift), gate)
+    compared.end()
 
 
 @every_value(("case", CANVAS), ("family, rule", [("llada", "threshold"), ("dream", "threshold"), ("llada", "steps")]))
@@ -165,11 +187,11 @@ def test_in_blocks(family: str, case: str, rule: str) -> None:
     name, options, method, keys, words = BLOCKS[case]
     setup, parts = block_dyllm.setup_of(family), block_dyllm.oracle_of(family, method)
     run = block_causal.optimized(setup, name, tau=TAU, **options)
-    prompts, records, skipped = block_causal.prompts_for(block_dyllm.BLOCK), list[StepRecord](), 0
+    prompts, records = block_causal.prompts_for(block_dyllm.BLOCK), list[StepRecord]()
     new = block_dyllm.NEW
     result = run.generate(input_ids=prompts, max_new_tokens=new, keep_kv=True, observer=records.append, **BY_RULE[rule])
     assert result.kv is not None
-    salient: dict[int, list[int]] = {}
+    compared = Compared(run, result, block_dyllm.LAYERS, 1e-4)
     for i, prompt in enumerate(prompts):
         eviction = EVICTION if words.get("evict", True) else None
         gate = Gate(method, keys, parts.feed_forward, parts.turn, eviction)
@@ -178,21 +200,8 @@ def test_in_blocks(family: str, case: str, rule: str) -> None:
             setup.weights, setup.config, prompt, max_new_tokens=new, block_length=block_dyllm.BLOCK,
             mask_id=setup.model.spec.mask_id, eos_ids=(block_dyllm.EOS,), forward=blocks, **words, **BY_RULE[rule],
         )  # fmt: skip
-        assert result.token_ids[i] == trace.tokens
-        steps = block_causal.steps_of(records, i)
-        assert [s["positions"] for s in steps] == [s.positions for s in trace.steps]
-        assert [s["kept"] for s in steps] == [s.kept for s in trace.steps]
-        assert [s["committed"] for s in steps] == [s.committed for s in trace.steps]
-        for number, counts in enumerate(gate.salient):
-            before = salient.get(number, [0] * len(counts))
-            salient[number] = [a + b for a, b in zip(before, counts, strict=True)]
-            skipped += len(counts) * len(trace.steps[number].positions) - sum(counts)
-        for layer in range(block_dyllm.LAYERS if keys is not None else 0):
-            for (k, v), head in zip(kept(run, i, layer, result.kv[i]), gate.kept[layer], strict=True):
-                torch.testing.assert_close(k, head.k, rtol=1e-4, atol=1e-4)
-                torch.testing.assert_close(v, head.v, rtol=1e-4, atol=1e-4)
-    assert result.stats.salient == [salient[number] for number in range(len(salient))]
-    assert skipped > 50, "the gate skipped next to nothing"
+        compared.add(i, trace, block_causal.steps_of(records, i), gate)
+    compared.end()
 
 
 @every_value(("form", test_focus_two_modes.FORMS), ("tau", [TAU, 2.0]))
