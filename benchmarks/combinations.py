@@ -32,15 +32,17 @@ from benchmarks.tables import Cell
 from dgraph.bench.profile import Enough
 from dgraph.cli.options import recipe_options
 from dgraph.compiler.compiled_model import CompiledModel
-from dgraph.engine.memory.kv_cost import KVCost
+from dgraph.engine.memory.profile import kv_cost_of
 from dgraph.families import Model
 from dgraph.models.shapes import SHAPES, random_model
-from dgraph.runtime.loop.step_inputs import declared
 from dgraph.runtime.results import Progress
+from dgraph.settings import named
 
-BOTH = ("dense", "focus", "dyllm", "dllm_serve", "maskkv", "dyllm+focus", "dllm_serve+focus", "dllm_serve+dyllm")
-ALL = (*BOTH, "maskkv+dyllm", "maskkv+dyllm+focus", "dllm_serve+dyllm+focus")
-CANVAS = ("fast_dllm", "dllm_serve:delay=0", "dllm_serve+dyllm:delay=0")
+ALONE = ("dense", "focus", "dyllm", "dllm_serve", "maskkv")
+PAIRS = ("dyllm+focus", "dllm_serve+focus", "dllm_serve+dyllm", "maskkv+dyllm")
+ARMS = (*ALONE, *PAIRS, "maskkv+dyllm+focus", "dllm_serve+dyllm+focus")
+CANVAS = ("fast_dllm", "dllm_serve:delay=1", "dllm_serve+dyllm:delay=1")
+"""Arms of a bidirectional model besides."""
 COLUMNS = (
     "arm",
     "salient",
@@ -73,12 +75,12 @@ class Timed:
 
 def recipe_of(model: Model, arm: str) -> tuple[dgraph.Recipe, bool]:
     """The recipe of an arm, and whether a gate in it follows a script."""
-    name, _, rest = arm.partition(":")
-    recipe = dgraph.recipe(name, model.spec, **recipe_options(name, rest.split(",") if rest else None))
-    if not any(step.name == "GateFFN" for step in recipe.phase("step").passes):
+    name, options = named(arm)
+    recipe = dgraph.recipe(name, model.spec, **recipe_options(name, options))
+    gate = [step.name for step in recipe.phase("step").passes if step.name in ("GateFFN", "PartialAttention")]
+    if "GateFFN" not in gate:
         return recipe, False
-    last = "PartialAttention" if any(p.name == "PartialAttention" for p in recipe.phase("step").passes) else "GateFFN"
-    return recipe.inserting(ScriptSalience((1.0,) * model.spec.layers), after=last), True
+    return recipe.inserting(ScriptSalience((1.0,) * model.spec.layers), after=gate[-1]), True
 
 
 def set_share(program: CompiledModel, share: float) -> None:
@@ -87,13 +89,6 @@ def set_share(program: CompiledModel, share: float) -> None:
         for name, held in program.graph(phase).tensors.items():
             if name.startswith("share."):
                 held.fill_(share)
-
-
-def kv_bytes(program: CompiledModel, prompt: int, tokens: int) -> int:
-    """Bytes that a sequence takes of all caches."""
-    inputs = declared({phase: program.graph(phase).inputs for phase in program.phases})
-    cost = KVCost.of(inputs.values(), program.model.spec, program.page_size, program.recipe.kv)
-    return cost.sequence(prompt + tokens, tokens)
 
 
 def timed(program: CompiledModel, prompts: list[list[int]], args: argparse.Namespace, most: int | None) -> Timed:
@@ -127,7 +122,7 @@ def measured(run: Run, model: Model, prompts: list[list[int]], weights: str | No
     args, rows = run.given, list[list[Cell]]()
     causal = model.spec.attention == "block_causal"
     title = f"{args.shape or args.model}, {weights or 'weights as loaded'}"
-    for arm in args.arms or (ALL if causal else (*ALL, *CANVAS)):
+    for arm in args.arms or (ARMS if causal else (*ARMS, *CANVAS)):
         if run.late(f"{title}, {arm}"):
             continue
         with run.told(f"{title}, {arm}"):
@@ -145,7 +140,7 @@ def measured(run: Run, model: Model, prompts: list[list[int]], weights: str | No
                 best = sorted(runs, key=lambda each: each.rate)[len(runs) // 2]
                 dense = best.rate if arm == "dense" else dense
                 peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-                kept = kv_bytes(program, args.prompt, args.tokens) * len(prompts) / 1e9
+                kept = kv_cost_of(program).sequence(args.prompt + args.tokens, args.tokens) * len(prompts) / 1e9
                 figures = (1e3 * best.step, 1e3 * best.refresh, best.rate, best.rate / dense if dense else "")
                 rows.append([arm, share if gated else "", *figures, best.rows, kept, peak, built])
                 run.arm(title, COLUMNS, rows)

@@ -60,6 +60,7 @@ from dgraph.engine.build import EngineConfig
 from dgraph.engine.scheduling.schedulers import scheduler_of
 from dgraph.errors import InputError
 from dgraph.models.shapes import SHAPES
+from dgraph.settings import named as named_recipe
 
 ARMS = (
     "dllm_serve:delay=0@look_ahead",
@@ -113,13 +114,12 @@ class Arm:
         Raises:
             UnknownName, InputError: as `recipe_options`.
         """
-        name, _, rest = self.recipe.partition(":")
-        return recipe_options(name, rest.split(",") if rest else None)
+        return recipe_options(*named_recipe(self.recipe))
 
     @property
     def name(self) -> str:
         """Name of the recipe."""
-        return self.recipe.partition(":")[0]
+        return named_recipe(self.recipe)[0]
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,9 @@ from benchmarks.tables import Cell, Report
 from dgraph.bench.arrivals import Request
 from dgraph.bench.load import shape_of
 from dgraph.compiler.compiled_model import CompiledModel
-from dgraph.engine.memory.kv_cost import KVCost
-from dgraph.engine.memory.profile import GUARD, profile, weight_bytes
+from dgraph.engine.memory.profile import GUARD, kv_cost_of, profile, weight_bytes
 from dgraph.errors import InputError
 from dgraph.models.shapes import SHAPES
-from dgraph.runtime.loop.step_inputs import declared
 
 GIB = 1 << 30
 SMALL, SMALL_ROWS, LARGE_ROWS, KEYS_ROWS = 24, 4096, 16384, 8192
@@ -146,8 +144,7 @@ class Memory:
             keys, activations = found.left + found.guard - guard, found.activations
         if keys <= 0:
             raise InputError(f"{program.recipe.name}: {limit} leaves nothing for keys and values, {-keys} bytes lack.")
-        inputs = declared({name: one.inputs for name, one in program.programs.items()}).values()
-        cost = KVCost.of(inputs, program.spec, program.page_size, program.recipe.kv)
+        cost = kv_cost_of(program)
         whole = [cost.sequence(request.prompt + request.new, request.new) for request in requests]
         paged = [replace(cost, packed=()).sequence(request.prompt + request.new, request.new) for request in requests]
         pages = keys * sum(paged) // sum(whole)

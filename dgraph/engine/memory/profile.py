@@ -194,7 +194,6 @@ def profile(
     budget = Budget.of(optimized, rows or ROWS.get(device.type, ROWS["cpu"]), sequences)
     peaks = found_or_measured(optimized, budget, steps, measured, progress or (lambda what: None))
     limit, guard = _limit(device, memory)
-    inputs = declared({name: program.inputs for name, program in optimized.programs.items()}).values()
     return Profile(
         model=optimized.model.name,
         recipe=optimized.recipe.name,
@@ -213,9 +212,15 @@ def profile(
         measured=peaks.measured,
         groups=peaks.groups,
         unbounded=peaks.unbounded,
-        kv_cost=KVCost.of(inputs, spec, optimized.page_size, optimized.recipe.kv),
+        kv_cost=kv_cost_of(optimized),
         steps=peaks.steps,
     )
+
+
+def kv_cost_of(optimized: Profiled) -> KVCost:
+    """Cost of everything that the programs of a model keep per position."""
+    inputs = declared({name: program.inputs for name, program in optimized.programs.items()}).values()
+    return KVCost.of(inputs, optimized.spec, optimized.page_size, optimized.recipe.kv)
 
 
 def weight_bytes(optimized: Profiled) -> int:
