@@ -22,7 +22,7 @@ per head cost against Sparse-dLLM's.
 
 Memory is "24" (GB of a card: what weights, activations and the logits of the arm leave is for keys and values), "card"
 (all of this one) or "keys:8" (GB of keys and values under the logit budget; more logits take from it, and 8,192 rows of
-them leave nothing of 8). Packed keys count, see `benchmarks.dllm_serve_memory`.
+them leave nothing of 8). Packed keys count.
 
 Rates are shares of the capacity: what the first arm serves in a closed loop with a client for every slot. Lengths are
 synthetic (see `benchmarks.serving_lengths`); the paper's responses have 256 tokens, so have these by default. Commits
@@ -215,7 +215,7 @@ class Bench:
             max_tokens=max(request.prompt + request.new for request in requests),
             max_batched_rows=memory.rows,
             max_logit_rows=program.recipe.logit_rows,
-            kv_bytes=memory.pages,
+            kv_bytes=memory.keys,
             decoding=decoding,
             record=self.args.buckets != "exact",
         )

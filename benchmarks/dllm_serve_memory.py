@@ -2,9 +2,7 @@
 
     python -m benchmarks.dllm_serve_memory --shape llada-8b    # predicted, on any machine
 
-An engine's `kv_bytes` are those of its pages. Recipes that pack the keys that they keep hold these beside the pages, so
-here such an arm gets pages for its share of the limit alone: that of pages in the bytes of all requests. Then pages and
-packed keys together take the limit, on average over the requests.
+An engine's `kv_bytes` bound pages and packed keys together, so every arm is given the same.
 
 As a script it predicts, for a shape on cards of several sizes, what the logit budget leaves, and how many requests fit.
 The programs are those of the shape with one layer, which has the peak of all: layers run one after the other. Weights,
@@ -15,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -84,7 +82,6 @@ class Memory:
 
     Attributes:
         keys: for keys and values.
-        pages: of these, for pages; the rest is for packed keys.
         each: of a request, on average.
         slots: requests at a time at most.
         rows, logit_rows: of a step, and those whose logits exist at a time.
@@ -92,7 +89,6 @@ class Memory:
     """
 
     keys: int
-    pages: int
     each: float
     slots: int
     rows: int
@@ -146,10 +142,8 @@ class Memory:
             raise InputError(f"{program.recipe.name}: {limit} leaves nothing for keys and values, {-keys} bytes lack.")
         cost = kv_cost_of(program)
         whole = [cost.sequence(request.prompt + request.new, request.new) for request in requests]
-        paged = [replace(cost, packed=()).sequence(request.prompt + request.new, request.new) for request in requests]
-        pages = keys * sum(paged) // sum(whole)
         fits = max(1, keys // min(whole))
-        return cls(keys, pages, sum(whole) / len(whole), min(slots, fits), rows, logit_rows, activations)
+        return cls(keys, sum(whole) / len(whole), min(slots, fits), rows, logit_rows, activations)
 
     def cells(self) -> list[Cell]:
         """What `COLUMNS` say."""

@@ -19,7 +19,7 @@ from dgraph.bench.floor import Device, Floor, StepCount, Work, floor_of, work_of
 from dgraph.bench.load import Load
 from dgraph.bench.profile import Profile, profiled
 from dgraph.bench.record import evicts
-from dgraph.engine.memory.kv_cost import KVCost
+from dgraph.engine.memory.profile import kv_cost_of
 from dgraph.families import Model
 from dgraph.runtime.results import Progress
 from dgraph.runtime.stats import GenerationStats, StepRecord
@@ -314,8 +314,7 @@ class Bench:
             for phase in optimized.phases.values()
             for t in phase.graph.tensors.values()
         }
-        inputs = {name: one for phase in optimized.phases.values() for name, one in phase.graph.inputs.items()}
-        cost = KVCost.of(inputs.values(), self.model.spec, optimized.page_size, optimized.recipe.kv)
+        cost = kv_cost_of(optimized)
         kv = sum(cost.sequence(len(p) + self.load.tokens, self.load.tokens) for p in self.load.prompts)
         peak = reserved = None
         if self.device.device.type == "cuda":

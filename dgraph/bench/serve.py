@@ -236,7 +236,8 @@ class LoadTest:
     Attributes:
         optimized: the model under a recipe.
         requests, prompts, decoding: as for `serve_load`.
-        settings: settings of the engines, except the scheduler, which each run gives.
+        settings: settings of the engines, except the scheduler, which each run gives. A usual request has the mean
+            lengths of the requests, unless they name another prompt.
         limit, warm_up: as for `serve_load`.
     """
 
@@ -284,7 +285,12 @@ class LoadTest:
         if rate is not None:
             times = arrivals(pattern, rate, len(chosen), seed)
             chosen = [replace(request, arrival=time) for request, time in zip(chosen, times, strict=True)]
-        settings = replace(self.settings, scheduler=scheduler, decoding=self.decoding)
+        usual = [
+            round(statistics.fmean(each)) for each in zip(*((r.prompt, r.new) for r in self.requests), strict=True)
+        ]
+        decoding = replace(self.decoding, max_new_tokens=max(1, usual[1]))
+        prompt = self.settings.usual_prompt or max(1, usual[0])
+        settings = replace(self.settings, scheduler=scheduler, decoding=decoding, usual_prompt=prompt)
         served = None
         with self.optimized.engine(settings) as engine:
             if engine.leads:

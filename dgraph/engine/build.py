@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dgraph.engine.core import EngineCore
 from dgraph.engine.engine import Engine
 from dgraph.engine.io.label_questions import Questions
+from dgraph.engine.memory.pools import pool_sizes
 from dgraph.engine.memory.prefix_cache import PrefixCache
 from dgraph.engine.memory.profile import Profile
 from dgraph.engine.scheduling.cost_model import CostModel
@@ -23,8 +24,9 @@ from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.runtime.loop.session import BlockSession
-from dgraph.runtime.requests import Request, Shape, ring_pages, step_rows
+from dgraph.runtime.requests import Request, Shape
 from dgraph.runtime.sampling.stops import Decoder
+from dgraph.spec import ModelSpec
 
 PAGES = ("block", "life")
 SEQUENCES = {"cpu": 16, "cuda": 64}
@@ -62,9 +64,13 @@ class EngineConfig:
             (see `BlockSession.mixes`). Other models forward a prompt with its response anyway.
         max_logit_rows: rows whose logits exist at a time; default the recipe's. The memory of other logits goes to keys
             and values.
-        kv_bytes: memory of the pool of keys and values, never more than max_sequences of max_tokens need. Default 1 GiB
-            on a CPU; on a GPU the memory that weights, activations and graphs leave (see
-            `dgraph.engine.memory.profile`; the first time, measuring it takes some steps).
+        kv_bytes: memory of all caches together: pages, rings and packed keys. They are allocated when the engine opens
+            and never grow. They never take more than max_sequences of max_tokens need. Default 1 GiB on a CPU; on a GPU
+            the memory that weights, activations and graphs leave (see `dgraph.engine.memory.profile`; the first time,
+            measuring it takes some steps).
+        usual_prompt: tokens of a usual prompt. Memory that cannot hold max_sequences of max_tokens is divided among
+            pages, rings and packed keys as such prompts need, with responses of `decoding`. Default: with packed keys,
+            a request of half of max_tokens; else pages get half of the memory or more.
         scheduler: which requests run: "look_ahead", "fcfs", "prefill_first", "static", or an object; see
             `dgraph.engine.scheduling.schedulers`.
         pages: "block": a request of a block-causal model gets pages as it grows. When no page is left, the youngest
@@ -91,6 +97,7 @@ class EngineConfig:
     max_mixed_rows: int | None = None
     max_logit_rows: int | None = None
     kv_bytes: int | None = None
+    usual_prompt: int | None = None
     scheduler: str | SchedulingStrategy = "look_ahead"
     pages: str = "block"
     prefix_cache: bool | None = None
@@ -101,7 +108,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         counts = ("max_sequences", "max_tokens", "max_batched_rows", "max_logit_rows", "kv_bytes", "queue")
-        for name in (*counts, "block_length"):
+        for name in (*counts, "usual_prompt", "block_length"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name} must be a whole number, at least 1, got {value!r}.")
@@ -187,70 +194,61 @@ def build_core(
         costs = CostModel.fit(found.steps) if found.steps else None
         every = session.ranks.exchange((found.kv, costs))
         kv_bytes, costs = min(bytes for bytes, _ in every), every[0][1]  # the times that rank 0 has measured
+    if settings.usual_prompt is not None and settings.usual_prompt >= tokens:
+        raise InputError(
+            f"usual_prompt={settings.usual_prompt} leaves no response in the {tokens} positions of a request."
+        )
     if settings.prefix_cache and (windows := session.kv.windows):
         raise InputError(
             f"prefix_cache=True: the layers of {spec.family} with a window of {', '.join(map(str, windows))} "
             f"positions let keys behind it go, so prompts cannot share theirs; leave it out."
         )
-    longest = Request([spec.mask_id] * (tokens - 1), Decoding(max_new_tokens=1))
     mixed = MIXED_ROWS if settings.max_mixed_rows is None else settings.max_mixed_rows
     mixed = min(mixed, rows - 2 * block) if session.mixes else 0
-    limit, rings = _pool_pages(session, slots, tokens + block, longest, block, kv_bytes or CPU_BYTES, mixed)
-    scheduler = Scheduler(Budgets(rows, slots, limit, rings), settings.scheduler, queue=settings.queue, costs=costs)
+    decoding = (settings.decoding or Decoding()).for_model(spec)
+    prepare([decoding])
+    session.declare(decoding)
+    longest, usual = _longest(tokens, spec), _usual(settings, session, tokens, decoding)
+    whole = causal and session.paged
+    by_block = settings.pages == "block" and whole
+    sizes = pool_sizes(session, slots, longest, usual, block, kv_bytes or CPU_BYTES, by_block, mixed)
+    budgets = Budgets(rows, slots, sizes.pages, sizes.rings, sizes.entries)
+    scheduler = Scheduler(budgets, settings.scheduler, queue=settings.queue, costs=costs)
     columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
     shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows, mixed)
-    whole = causal and session.paged
     alike = block if spec.aligned else 1
     shares = whole and not session.lasting and not session.kv.windows and settings.prefix_cache is not False
     prefix = PrefixCache(session.kv, alike) if shares else None
-    decoding = (settings.decoding or Decoding()).for_model(spec)
-    prepare([decoding])
     if kind == "cuda":
         session.compile_transition(shape, decoding)
-    session.kv.limit = limit
-    for ring, pages in zip(session.kv.rings.values(), rings, strict=True):
-        ring.limit = pages
-        ring.reserve(pages)
     if prefix is not None:
         session.kv.reclaim = prefix.reclaim
-    session.kv.reserve(limit)
+    sizes.allocate(session)
     if settings.record and session.pool is not None:
-        session.record(shape, decoding, (kv_bytes or CPU_BYTES) - session.kv.pool_bytes(limit, rings))
+        session.record(shape, decoding)
     return EngineCore(
         session,
         shape,
         scheduler,
         clock,
         prompt_rows=settings.max_batched_rows or PROMPT_ROWS.get(kind, rows),
-        by_block=settings.pages == "block" and whole,
+        by_block=by_block,
         prefix=prefix,
         tokenizer=tokenizer,
         prepare=prepare,
     )
 
 
-def _pool_pages(
-    session: BlockSession, slots: int, tokens: int, longest: Request, block: int, kv_bytes: int, mixed: int
-) -> tuple[int, tuple[int, ...]]:
-    """Number of pages of the pool, and of each of its rings.
+def _longest(tokens: int, spec: ModelSpec) -> list[Request]:
+    """Requests of `tokens` positions: one with most of a prompt, one with most of a response."""
+    ids = [spec.mask_id] * (tokens - 1)
+    return [Request(ids[:count], Decoding(max_new_tokens=tokens - count)) for count in {tokens - 1, 1}]
 
-    As many as `kv_bytes` holds, and at most what `slots` sequences of `tokens` positions can use. Where the memory
-    holds fewer, each ring gets the same share of its pages as the other rings.
-    """
-    kv, spec = session.kv, session.spec
-    page_bytes = kv.position_bytes * kv.page_size
-    most, begun = slots * kv.pages_for(tokens), ring_pages(longest, block, spec, kv)
-    # One slot prefills its prompt, the others hold the pages that they keep after theirs. First steps that encode
-    # prompts hold more, for `mixed` rows together.
-    after = kv.ring_pages(tokens, step_rows(block, spec))
-    held = [first + (slots - 1) * pages + kv.pages_for(mixed) for first, pages in zip(begun, after, strict=True)]
-    share = min(1.0, kv_bytes / max(1, kv.pool_bytes(most, held)))
-    rings = tuple(max(first, int(share * pages)) for first, pages in zip(begun, held, strict=True))
-    left = kv_bytes - kv.pool_bytes(0, rings)
-    count = min(most, left // max(page_bytes, 1)) if page_bytes else most
-    if count < 1:
-        raise InputError(
-            f"kv_bytes={kv_bytes} does not hold one page of {kv.page_size} positions, which takes {page_bytes} bytes"
-            f"{f', beside {kv_bytes - left} for layers with a window' if rings else ''}."
-        )
-    return count, rings
+
+def _usual(settings: EngineConfig, session: BlockSession, tokens: int, decoding: Decoding) -> Request | None:
+    """The request that `settings` expect; None if they do not say, and pages are given out by need."""
+    if settings.usual_prompt is None and session.paged:
+        return None
+    new = min(decoding.max_new_tokens, tokens - settings.usual_prompt if settings.usual_prompt else tokens // 4)
+    prompt = settings.usual_prompt or tokens // 2 - new
+    return Request([session.spec.mask_id] * max(1, prompt), Decoding(max_new_tokens=max(1, new)))

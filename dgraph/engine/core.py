@@ -11,6 +11,7 @@ from dgraph.engine.io.detokenizer import Writer
 from dgraph.engine.io.events import Draft, Event, Usage
 from dgraph.engine.io.tickets import EngineRequest, Sink, Totals
 from dgraph.engine.io.timings import Served
+from dgraph.engine.memory.pools import Holding
 from dgraph.engine.memory.prefix_cache import PrefixCache
 from dgraph.engine.scheduling.demand import job_of
 from dgraph.engine.scheduling.jobs import Facts, Plan, ScheduledRequest
@@ -26,11 +27,7 @@ from dgraph.runtime.policies import PolicyMix, kind_of, policy_key, traits_of
 from dgraph.runtime.requests import (
     Request,
     Shape,
-    first_cached,
-    first_positions,
-    positions,
     prefilled_positions,
-    ring_pages,
     settled_end,
 )
 from dgraph.runtime.sampling.stops import Decoder
@@ -138,7 +135,7 @@ class EngineCore:
             ticket = self.tickets.get(number)
             if ticket is not None:
                 self._end(ticket, "cancelled")
-        return self.scheduler.plan(self.clock() if now is None else now, self.free_pages, self.free_rings)
+        return self.scheduler.plan(self.clock() if now is None else now, *self.free)
 
     def turn(self, plan: Plan) -> Report | None:
         """Carry out a plan; None if no request runs. Admits and prefills requests, finishes the step that runs, and
@@ -365,13 +362,8 @@ class EngineCore:
         return Facts(took, max(left, wanted), refresh, masks, max(0, -(-(end - start) // block) - 1), left, prompt)
 
     def _job(self, ticket: EngineRequest) -> ScheduledRequest:
-        request, kv = ticket.going_on, self.session.kv
-        session, block = self.session, self.shape.block
-        absent = 0
-        if session.spec.attention != "block_causal":
-            absent = first_cached(len(request.ids), block, session.spec, session.packed) // kv.page_size
-        life = kv.pages_for(positions(request, block, session.spec)) - absent
-        first = kv.pages_for(first_positions(request, block, self.by_block, session.spec)) - absent
+        request = ticket.going_on
+        held = Holding.of(request, self.session, self.shape.block, self.by_block)
         return job_of(
             ticket.number,
             request,
@@ -380,9 +372,10 @@ class EngineCore:
             self.session.plan,
             arrived=ticket.times.arrived,
             priority=ticket.priority,
-            pages_first=first,
-            pages_life=life,
-            rings=ring_pages(request, block, session.spec, kv),
+            pages_first=held.first,
+            pages_life=held.life,
+            rings=held.rings,
+            entries=held.entries,
         )
 
     @property
@@ -391,6 +384,12 @@ class EngineCore:
         kv = self.session.kv
         spare = self.prefix.spare if self.prefix is not None else 0
         return kv.free_pages + spare + ((kv.limit or kv.pages) - kv.pages)
+
+    @property
+    def free(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Pages, pages of each ring, and packed entries of each group of layers alike that a request could get."""
+        packed = self.session.packed
+        return self.free_pages, self.free_rings, (packed.free or ()) if packed is not None else ()
 
     @property
     def free_rings(self) -> tuple[int, ...]:

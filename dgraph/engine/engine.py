@@ -375,7 +375,6 @@ class Engine:
         """Counts since the engine began."""
         core = self._core
         scheduler, counters, stages = core.scheduler, core.scheduler.counters, core.stages
-        kv = core.session.kv
         return EngineStats(
             running=len(scheduler.running),
             waiting=scheduler.waiting + len(self._loop.inbox),
@@ -392,7 +391,7 @@ class Engine:
             longest_wait=counters.skipped,
             pages=scheduler.budgets.pages,
             free_pages=core.free_pages,
-            kv_bytes=kv.pool_bytes(scheduler.budgets.pages, scheduler.budgets.rings),
+            kv_bytes=core.session.cache_bytes,
             prefix_asked=0 if core.prefix is None else core.prefix.asked,
             prefix_found=0 if core.prefix is None else core.prefix.found,
             mixed_rows=core.totals.mixed_rows,

@@ -28,7 +28,7 @@ class EngineStats:
             blocks.
         budget_fill: share of `max_batched_rows` that steps used.
         longest_wait: most steps in a row that a running request sat out.
-        pages, free_pages: of the KV pool, and `kv_bytes` of all its pages.
+        pages, free_pages: of the KV pool; kv_bytes: of all caches, those of rings and packed keys among them.
         prefix_asked, prefix_found: tokens of prompts that were looked up in the prefix cache, and that were there.
     """
 

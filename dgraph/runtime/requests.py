@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from dgraph.lowering.program import Program
-from dgraph.plans.kv import PAGES
+from dgraph.plans.kv import PAGES, KVPlan
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.store import KVStore
@@ -205,6 +205,11 @@ def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tu
         return kv.ring_pages(whole, whole)  # its steps forward all of it
     prompt = prefilled_positions(request, block, spec)
     return kv.ring_pages(whole, step_rows(block, spec), prompt if part is None else min(part, prompt))
+
+
+def kept_candidates(request: Request, plan: KVPlan) -> int:
+    """Positions of a request outside of its window at most, of which a plan keeps some."""
+    return plan.candidates(len(request.ids), request.decoding.max_new_tokens)
 
 
 def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | None) -> int:

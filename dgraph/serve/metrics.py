@@ -54,7 +54,7 @@ GAUGES = (
     Told("num_requests_running", "Requests in slots.", lambda s: s.running, True),
     Told("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting, True),
     Told("kv_cache_usage_perc", "Share of the KV pages in use.", lambda s: 1 - _share(s.free_pages, s.pages), True),
-    Told("kv_bytes", "Memory of all KV pages.", lambda s: s.kv_bytes),
+    Told("kv_bytes", "Memory of all keys and values.", lambda s: s.kv_bytes),
     Told("budget_fill", "Share of the rows that steps may have which they had.", lambda s: s.budget_fill),
     Told("longest_wait_steps", "Most steps in a row that a running request sat out.", lambda s: s.longest_wait),
 )

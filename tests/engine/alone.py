@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dgraph.compiler.compiled_model import CompiledModel
+from dgraph.engine.memory.pools import PoolSizes
+from dgraph.runtime import BlockSession
 from dgraph.runtime.decoding import Decoding
 
 
@@ -20,9 +22,15 @@ def check_as_alone(
     """
     alone = [run.generate(input_ids=[p], decoding=d).token_ids[0] for p, d in zip(prompts, decodings, strict=True)]
     if pages:
-        kv, slots = run._session.kv, settings["max_sequences"]
-        rings = [slots * each for each in kv.ring_pages(settings["max_tokens"], 2 * run.spec.block_length)]
-        settings |= {"kv_bytes": kv.pool_bytes(pages, rings), "pages": "block"}
+        session, slots, tokens = run._session, settings["max_sequences"], settings["max_tokens"]
+        settings |= {"kv_bytes": bytes_of(session, pages, slots, tokens), "usual_prompt": 1, "pages": "block"}
     with run.engine(**settings) as engine:
         assert [one.token_ids for one in engine.generate(prompts, decodings)] == alone
         assert engine.stats.free_pages == engine.stats.pages
+
+
+def bytes_of(session: BlockSession, pages: int, slots: int, tokens: int) -> int:
+    """Bytes of that many pages, beside what so many requests of any length hold in the other pools."""
+    rings = [slots * each for each in session.kv.ring_pages(tokens, 2 * session.spec.block_length)]
+    entries = [slots * each for each in session.packed.needs(tokens)] if session.packed is not None else []
+    return PoolSizes(pages, tuple(rings), tuple(entries)).bytes(session, slots)

@@ -17,6 +17,7 @@ from dgraph.families import families
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Canvas
 from dgraph.testing import TinyModel, models, prompts
+from tests.engine.alone import bytes_of
 from tests.engine.driven import Asked, Turns, alone, filled
 from tests.engine.plain import PLAIN, infilled
 
@@ -119,20 +120,17 @@ def test_who_gives_way_with_tokens_fixed_ahead_says_the_same_later(
     [("sdar", "dllm_serve", 9), ("sdar", "dllm_serve+dyllm", 13), ("fast_dllm_v2", "sparse_dllm", 9)],
 )
 def test_keys_that_are_chosen_in_pages_share_these_and_grow(family: str, recipe: str, pages: int) -> None:
-    """Prompts that begin alike share pages, and who gives way for want of pages says the same later.
-
-    A ring, here of contexts, has the same share of the memory as the pages, so it admits no more than they serve.
-    """
+    """Prompts that begin alike share pages, and who gives way for want of pages says the same later."""
     model = families()[family].random(0)
     made = optimize(replace(model, spec=replace(model.spec, eos_ids=())), recipe, backend="eager")
     block, decoding = made.spec.block_length, Decoding(max_new_tokens=40, threshold=0.6)
     begin = tuple(range(4, 4 + 2 * block + 1))
     asked = [Asked((*begin, 40 + n), decoding, turn=2 * n) for n in range(3)]
-    kv, engine = made._session.kv, {"max_tokens": 128, "max_mixed_rows": 0, "prepare": made._prepare}
-    size = pages * kv.page_size * kv.position_bytes
+    engine = {"max_tokens": 128, "max_mixed_rows": 0, "prepare": made._prepare, "usual_prompt": len(begin)}
+    size = bytes_of(made._session, pages, 3, 128)
     turns = Turns(made._session, asked, max_sequences=3, pages="block", prefix_cache=True, kv_bytes=size, **engine)
     told = turns.run()
-    assert (turns.core.totals.preempted > 0) == (not kv.rings)
+    assert turns.core.totals.preempted > 0
     assert turns.core.prefix is not None
     assert turns.core.prefix.found > 0
     for one, each in zip(told, asked, strict=True):
@@ -147,9 +145,8 @@ def test_who_goes_under_a_gate_leaves_others_what_they_get(family: str) -> None:
     made = optimize(model, "dllm_serve+dyllm+focus", backend="eager", tau=0.8)
     decoding = Decoding(max_new_tokens=40, threshold=0.6)
     asked = [Asked(tuple(range(n, n + 9)), decoding, cancel=6 if n == 10 else None) for n in (4, 10, 30, 50)]
-    kv, engine = made._session.kv, {"max_tokens": 128, "max_mixed_rows": 0, "prepare": made._prepare}
-    pages = 11 if family == "sdar" else 7  # a ring of contexts takes some of them
-    size = pages * kv.page_size * kv.position_bytes
+    engine = {"max_tokens": 128, "max_mixed_rows": 0, "prepare": made._prepare}
+    size = bytes_of(made._session, 11 if family == "sdar" else 7, 3, 128)
     turns = Turns(made._session, asked, max_sequences=3, pages="block", kv_bytes=size, **engine)
     told = turns.run()
     assert turns.core.totals.preempted == 0
@@ -185,18 +182,17 @@ def schedules(draw: st.DrawFn, tiny: TinyModel, hot: bool = True) -> list[Asked]
 
 @st.composite
 def engines(draw: st.DrawFn, tiny: TinyModel, made: CompiledModel) -> dict[str, Any]:
-    spec, kv = tiny.model.spec, made._session.kv
+    spec = tiny.model.spec
     block = spec.block_length
     longest = 4 * block + 3
     rows = [2 * block, 3 * block] if spec.attention == "block_causal" else [longest, longest + block]
     pages, slots = draw(st.sampled_from([5, 7, 40])), draw(st.integers(2, 4))
-    rings = [slots * each + kv.pages_for(longest) for each in kv.ring_pages(longest, 2 * block)]
     return {
         "max_sequences": slots,
         "max_tokens": longest,
         "max_batched_rows": draw(st.sampled_from([*rows, 400])),
         "max_mixed_rows": draw(st.sampled_from([None, 0, block])),
-        "kv_bytes": kv.pool_bytes(pages, rings),
+        "kv_bytes": bytes_of(made._session, pages, slots, longest),
         "scheduler": draw(st.sampled_from(["look_ahead", "fcfs", "prefill_first", "static"])),
         "pages": draw(st.sampled_from(["block", "life"])),
         "prefix_cache": draw(st.booleans()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -121,12 +123,69 @@ def test_a_warm_up_of_generate_records_as_much(monkeypatch: pytest.MonkeyPatch, 
     assert not pool.refused
 
 
-def test_packed_keys_that_have_no_room_are_not_recorded() -> None:
-    """They grow by need, and the graphs of steps with them; those of prompts do not read them."""
+class Watched(Turns):
+    """Turns that note after each where the caches are, and how large."""
+
+    def __init__(self, *given: Any, **settings: Any):
+        super().__init__(*given, **settings)
+        self.seen: list[tuple[tuple[int, ...], int]] = []
+
+    def places(self) -> tuple[tuple[int, ...], int]:
+        session = self.core.session
+        packed = {} if session.packed is None else session.packed.tensors()
+        caches = (cache for name, cache in (session.kv.tensors() | packed).items() if name != "pack_start")
+        return tuple(cache.data_ptr() for cache in caches), session.cache_bytes
+
+    def turn(self, cancelled: Sequence[int] = ()) -> None:
+        super().turn(cancelled)
+        self.seen.append(self.places())
+
+
+LOADS = [
+    *(
+        ("llada", "dllm_serve", 1.0),
+        ("llada", "dllm_serve", 0.4),
+        ("llada", "maskkv", 0.4),
+        ("dream", "dllm_serve", 0.4),
+    ),
+    *(("llada", "dllm_serve+dyllm", 1.0), ("sdar", "dllm_serve", 0.4), ("sdar", "dyllm", 0.4)),
+    ("fast_dllm_v2", "maskkv", 0.4),
+]
+"""With a share of the memory that requests of every length would take."""
+
+
+@pytest.mark.parametrize(("family", "recipe", "share"), LOADS)
+def test_an_open_load_neither_records_nor_drops_a_graph(
+    monkeypatch: pytest.MonkeyPatch, family: str, recipe: str, share: float
+) -> None:
+    """Requests of many lengths come and go, more of them than memory holds; all caches stay where they are and as
+    large as `kv_bytes` says.
+    """
+    monkeypatch.setattr(rows, "KEY_ROWS", 40)
+    (tiny,) = models(None, family)
+    ids = [token for token in range(tiny.model.spec.vocab) if token not in (tiny.model.spec.mask_id, 0)]
+    random, new = Random(3), (8, 16, 24)
+    chosen = [Decoding(max_new_tokens=each, threshold=0.3, ignore_eos=True) for each in new]
+    asked = [
+        Asked(tuple(random.choices(ids, k=random.randint(3, 40))), random.choice(chosen), index=n, turn=n)
+        for n in range(14)
+    ]
+    settings: dict[str, Any] = {"max_sequences": 5, "max_tokens": 64, "usual_prompt": 24, "decoding": chosen[1]}
     pool = GraphPool(recorder=Recorder)
-    session = session_of("sdar", "dllm_serve", pool)
-    driver_of(session, record=True, kv_bytes=session.kv.pool_bytes(9), **SETTINGS)
-    assert {name for name, _ in pool.recorded} == {"prefill"}
+    session = session_of(family, recipe, pool)
+    driver_of(session, **settings)
+    settings["kv_bytes"] = int(share * session.cache_bytes)
+    session.give_back()
+    turns = Watched(session, asked, record=True, **settings)
+    ahead, before = len(pool.recorded), turns.places()
+    dropped: list[object] = []
+    monkeypatch.setattr(pool, "let_go", dropped.append)
+    turns.run()
+    assert [name for name, _ in pool.recorded[ahead:]] == ["transition"]
+    assert not dropped
+    assert not pool.refused
+    assert set(turns.seen) == {before}
+    assert before[1] <= settings["kv_bytes"]
 
 
 def test_without_graphs_there_is_nothing_to_record() -> None:

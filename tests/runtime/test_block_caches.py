@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgraph.engine.memory.pools import PoolSizes
 from dgraph.engine.memory.profile import profile
 from dgraph.lowering.program import ProgramResult
 from dgraph.plans.regions import Block
@@ -146,7 +147,8 @@ def test_requests_of_an_engine_with_few_pages_get_what_transformers_generates(
     longest = ring_size(WINDOW, kv.part(CANVAS) or 0, kv.page_size)
     few = {WINDOW: 3 * longest, 1: 3 * ring_size(1, CANVAS, kv.page_size)}
     rings = tuple(few[window] for window in kv.rings)
-    monkeypatch.setattr("dgraph.engine.build._pool_pages", lambda *sizes: (14 if pages == "block" else 20, rings))
+    sizes = PoolSizes(14 if pages == "block" else 20, rings)
+    monkeypatch.setattr("dgraph.engine.build.pool_sizes", lambda *given: sizes)
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=3, max_tokens=120, pages=pages)
     turns.run()
     assert turns.most_running > 1

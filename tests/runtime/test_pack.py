@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
-from dgraph.errors import InputError
+from dgraph.errors import InputError, PoolFull
 from dgraph.plans.kv import KVPlan
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.types.shapes import InputSpec
@@ -130,16 +131,18 @@ def test_with_room_for_all_nothing_is_replaced() -> None:
     packed = make(KEPT)
     packed.widen(3)
     each = 2 * 5 * 4 + 4  # keys, values and a position
-    assert not packed.reserve(3, 9, limit=3 * (2 + 4) * 3 * each - 1)
-    assert packed.bytes == 2 * 3 * 3 * 4, "counts alone"
-    assert packed.reserve(3, 9, limit=3 * (2 + 4) * 3 * each)
+    assert packed.needs(9) == (2 * 3, 4 * 3)
+    counts = 2 * 3 * 3 * 4
+    assert packed.bytes == packed.pool_bytes((0, 0), 3) == counts
+    packed.reserve(3, 9)
+    assert packed.bytes == packed.pool_bytes((18, 36), 3) == counts + 3 * (2 + 4) * 3 * each
     before = addresses(packed)
     for candidates in ([9], [1, 9], [9, 2, 9]):
         prepare(packed, candidates, 3)
         assert addresses(packed) == before
     packed.open([0], [3])
     packed.tensors()["k_pack_0"].fill_(7)
-    assert packed.reserve(5, 9)
+    packed.reserve(5, 9)
     assert packed.tensors()["k_pack_0"][: 2 * 3].eq(7).all(), "others have some"
     for slot in range(3):
         packed.close(slot)
@@ -204,3 +207,58 @@ def test_what_went_wrong_in_a_slot_is_not_found_by_the_next() -> None:
     for name in ("k_pack_0", "v_pack_1"):
         assert packed.tensors()[name][:12].isnan().all(), "the other's stay"
         assert packed.tensors()[name][12:21].eq(0).all()
+
+
+def test_caches_that_were_allotted_stay_where_they_are_and_lose_nothing() -> None:
+    """Of random sequences as many have room as their entries fit, however these lie; each finds what it has packed."""
+    packed, random = make(KVPlan("response", pairs=(2, 5))), Random(1)
+    packed.allot((60, 110))
+    packed.widen(12)
+    before, held = addresses(packed), dict[int, int]()
+    assert packed.bytes == packed.pool_bytes((60, 110), 12)
+    moved = False
+    for turn in range(300):
+        slot, candidates = random.randrange(12), random.randrange(9)
+        if slot in held:
+            packed.close(slot)
+            del held[slot]
+        needed, free = packed.needs(candidates), packed.free
+        taken = [sum(packed.needs(each)[at] for each in held.values()) for at in (0, 1)]
+        assert free == (60 - taken[0], 110 - taken[1])
+        if any(mine > there for mine, there in zip(needed, free, strict=True)):
+            with pytest.raises(PoolFull, match=r"packed keys: \d+ entries of a layer are needed, \d+ are free"):
+                packed.check_room([candidates])
+            continue
+        starts = packed.tensors()["pack_start"][:, list(held)].tolist()
+        packed.check_room([candidates])
+        packed.open([slot], [candidates])
+        moved |= packed.tensors()["pack_start"][:, list(held)].tolist() != starts
+        held[slot] = candidates
+        for layer in (0, 1):
+            begin = int(packed.tensors()["pack_start"][layer, slot])
+            for name in ("k_pack", "v_pack", "pack_index"):
+                packed.tensors()[f"{name}_{layer}"][begin : begin + needed[layer]] = slot + 1
+        for other, candidate in held.items():
+            for layer in (0, 1):
+                begin = int(packed.tensors()["pack_start"][layer, other])
+                for name in ("k_pack", "v_pack", "pack_index"):
+                    mine = packed.tensors()[f"{name}_{layer}"][begin : begin + packed.needs(candidate)[layer]]
+                    assert mine.eq(other + 1).all(), turn
+        assert addresses(packed) == before
+    assert moved
+    for slot in list(held):
+        packed.close(slot)
+    packed.allot((4, 4))
+    assert packed.bytes == packed.pool_bytes((4, 4), 0)
+    packed.give_back()
+    assert (packed.bytes, packed.free) == (0, None)
+
+
+def test_caches_that_grow_do_so_in_few_steps() -> None:
+    packed, sizes = make(KVPlan("response", ratio=1.0)), set[int]()
+    packed.widen(64)
+    for slot in range(64):
+        packed.open([slot], [8])
+        sizes.add(len(packed.tensors()["k_pack_0"]))
+    assert len(sizes) <= 12
+    assert max(sizes) <= 64 * 8 * 3 * 3 // 2

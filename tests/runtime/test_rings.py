@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import dgraph
 from dgraph.compiler.compiled_model import CompiledModel
+from dgraph.engine.memory.pools import PoolSizes
 from dgraph.engine.memory.profile import profile
 from dgraph.errors import DgraphError, InputError, PoolFull
 from dgraph.runtime.decoding import Decoding
@@ -184,8 +185,8 @@ def test_requests_of_an_engine_get_what_they_get_alone(
     ]
     own = 3 * ring_size(1, BLOCK, kv.page_size)
     rings = tuple({1: own, window: 2 * ring_size(window, kv.part(BLOCK) or 0, kv.page_size)}[each] for each in kv.rings)
-    few = 18 if pages == "block" else 26, rings
-    monkeypatch.setattr("dgraph.engine.build._pool_pages", lambda *sizes: few)
+    few = PoolSizes(18 if pages == "block" else 26, rings)
+    monkeypatch.setattr("dgraph.engine.build.pool_sizes", lambda *given: few)
     turns = Turns(made._session, schedule, prepare=made._prepare, max_sequences=3, max_tokens=160, pages=pages)
     turns.run()
     assert turns.most_running > 1

@@ -29,6 +29,7 @@ def job_of(
     pages_first: int,
     pages_life: int,
     rings: tuple[int, ...] = (),
+    entries: tuple[int, ...] = (),
 ) -> ScheduledRequest:
     """The job of a request; see `ScheduledRequest` for the meaning of its numbers.
 
@@ -38,7 +39,7 @@ def job_of(
         spec: the model.
         block: columns of a block.
         plan: which rows a bidirectional model forwards.
-        arrived, priority, pages_first, pages_life, rings: as in `ScheduledRequest`.
+        arrived, priority, pages_first, pages_life, rings, entries: as in `ScheduledRequest`.
     """
     prompt, new = len(request.ids), request.decoding.max_new_tokens
     rule = request.decoding.rule
@@ -52,6 +53,7 @@ def job_of(
         "pages_first": pages_first,
         "pages_life": pages_life,
         "rings": rings,
+        "entries": entries,
         "steps_per_block": rule.steps if isinstance(rule, FixedSteps) else None,
     }
     if spec.attention == "block_causal":

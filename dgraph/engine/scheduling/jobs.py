@@ -53,12 +53,14 @@ class Budgets:
         sequences: slots: requests that run at the same time.
         pages: of the KV pool.
         rings: pages of each of its rings, for layers with a window; see `dgraph.runtime.kv.store.Ring`.
+        entries: packed entries of each group of layers alike; see `dgraph.runtime.kv.packed.PackedKV`.
     """
 
     rows: int
     sequences: int
     pages: int
     rings: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("rows", "sequences", "pages"):
@@ -90,6 +92,7 @@ class ScheduledRequest:
         pages_first: pages that must be free for its first step.
         pages_life: pages that it holds at its end.
         rings: pages of each ring that must be free for its first step; it never holds more.
+        entries: packed entries of each group of layers alike that it holds for its whole life.
     """
 
     id: int
@@ -107,6 +110,7 @@ class ScheduledRequest:
     pages_life: int = 0
     priority: int = 0
     rings: tuple[int, ...] = ()
+    entries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("new", 1), ("block", 1), ("reuse_rows", 1), ("refresh_rows", 0), ("chunk", 0)):

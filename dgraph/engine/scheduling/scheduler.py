@@ -162,6 +162,12 @@ class Scheduler:
                     f"request {job.id} needs {needed} pages for the layers with a window ({job.prompt} tokens of "
                     f"prompt, {job.new} new), of which the pool has {there}; give the pool more memory."
                 )
+        for needed, there in zip(job.entries, budgets.entries, strict=True):
+            if needed > there:
+                raise InputError(
+                    f"request {job.id} needs {needed} packed entries of a layer ({job.prompt} tokens of prompt, "
+                    f"{job.new} new), of which the pool has {there}; shorten it, or give the pool more memory."
+                )
 
     def cancel(self, id: int) -> bool:
         """Take a request out, waiting or running; True if it was there.
@@ -200,13 +206,16 @@ class Scheduler:
         self.counters.requeued += 1
         self._enqueue(again)
 
-    def plan(self, now: float, free_pages: int, free_rings: tuple[int, ...] = ()) -> Plan:
+    def plan(
+        self, now: float, free_pages: int, free_rings: tuple[int, ...] = (), free_entries: tuple[int, ...] = ()
+    ) -> Plan:
         """Plan the next step from what is known.
 
         Args:
             now: seconds, on the clock that `ScheduledRequest.arrived` is on.
             free_pages: pages of the pool that no request holds.
             free_rings: pages of each ring that no request holds.
+            free_entries: packed entries of each group of layers alike that no request holds.
         """
         self._now = max(self._now, now)
         iteration = self.counters.iterations
@@ -215,12 +224,13 @@ class Scheduler:
         view = View(self.budgets, running, needs, len(running), self.waiting, self.pace, sum(needs))
         admit = []
         while self._slots and (job := self._head()) is not None:
-            left = tuple(there - needed for needed, there in zip(job.rings, free_rings, strict=True))
-            if job.pages_first + self._growing > free_pages or min(left, default=0) < 0:
+            rings = tuple(there - needed for needed, there in zip(job.rings, free_rings, strict=True))
+            entries = tuple(there - needed for needed, there in zip(job.entries, free_entries, strict=True))
+            if job.pages_first + self._growing > free_pages or min((*rings, *entries), default=0) < 0:
                 break
             if not self.strategy.admits(job, view):
                 break
-            free_pages, free_rings = free_pages - job.pages_first, left
+            free_pages, free_rings, free_entries = free_pages - job.pages_first, rings, entries
             view.admit(self._start(iteration))
             admit.append(job)
         order = self.strategy.order(view) if running else []

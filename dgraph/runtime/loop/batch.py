@@ -37,6 +37,7 @@ from dgraph.runtime.requests import (
     SlotState,
     first_cached,
     first_positions,
+    kept_candidates,
     positions,
     prefilled_positions,
     ring_pages,
@@ -131,7 +132,7 @@ class Batch:
         """Put requests into free slots; their first step is the next one that is packed, once they are prefilled.
 
         Raises:
-            PoolFull: the pages that are free do not suffice; nothing has changed.
+            PoolFull: the pages, or packed entries, that are free do not suffice; nothing has changed.
         """
         if not requests:
             return
@@ -141,6 +142,9 @@ class Batch:
         absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
         shared = [list(r.shared) for r in requests]
         rings = [ring_pages(request, self.shape.block, self.spec, self.kv) for request in requests]
+        candidates = [] if self.packed is None else [kept_candidates(request, self.packed.plan) for request in requests]
+        if self.packed is not None:
+            self.packed.check_room(candidates)
         handles = self.kv.allocate(tokens * tables, absent * tables, shared * tables, rings * tables)
         for place, (slot, request) in enumerate(zip(slots, requests, strict=True)):
             prompt = prefilled_positions(request, self.shape.block, self.spec)
@@ -150,8 +154,7 @@ class Batch:
             self.running[slot] = SlotState(request, mine, prompt, shares, start=start, began=request.steps)
         self._tables.changed(slots)
         if self.packed is not None:  # after `running` is set: if memory runs out, running requests are retired
-            lengths = [(len(r.ids), r.decoding.max_new_tokens) for r in requests]
-            self.packed.open(slots, [self.packed.plan.candidates(*each) for each in lengths])
+            self.packed.open(slots, candidates)
         self.transition.admit(slots, self._begin(requests, torch.device("cpu")))
         if self._counts is not None:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])

@@ -298,18 +298,13 @@ class BlockSession:
         return self._record(slots, batch, room, progress=progress)
 
     @torch.no_grad()
-    def record(self, shape: Shape, decoding: Decoding, spare: int) -> int:
-        """Capture the graphs of batches of a shape, as a warm-up does; return the number of buckets.
-
-        The pages exist already. Room for packed keys of all slots is made, if it takes at most `spare` bytes. Else the
-        packed caches grow as needed, and since each growth drops the graphs of steps, no such graph is captured now.
+    def record(self, shape: Shape, decoding: Decoding) -> int:
+        """Capture the graphs of batches of a shape, whose caches exist; return the number of buckets.
 
         Raises:
             InputError: buckets of kind "exact".
         """
-        slots = self.batch([decoding], shape, fixed=True)
-        fits = self.packed is None or self.packed.reserve(shape.slots, shape.columns, spare)
-        return self._record(slots, shape.slots, shape.columns, all(self.ranks.exchange(fits)))
+        return self._record(self.batch([decoding], shape, fixed=True), shape.slots, shape.columns)
 
     def compile_transition(self, shape: Shape, decoding: Decoding) -> None:
         """Compile the transition between the steps of batches of a shape, if transitions are compiled.
@@ -329,22 +324,18 @@ class BlockSession:
         slots: Batch,
         sequences: int,
         tokens: int,
-        steps: bool = True,
         progress: Callable[[int, int], None] | None = None,
     ) -> int:
-        """Capture the graphs of `sequences` sequences, compile the transition, and return the number of buckets.
-
-        steps: False captures the graphs of prompts only.
-        """
+        """Capture the graphs, compile the transition, and return the number of buckets."""
         assert self.pool is not None
         self.keep_graphs()
         some = WARM_SHARE * (self.pool.limit - self.pool.live)
-        every = rehearsals(slots, sequences, tokens, int(some), steps)
+        every = rehearsals(slots, sequences, tokens, int(some))
         self.pool.preparing = True
         try:
             for done, each in enumerate(every):
                 outputs = each.run(slots)
-                if not done and steps:
+                if not done:
                     self._compile(slots, outputs)
                 if progress is not None:
                     progress(done + 1, len(every))
@@ -449,6 +440,15 @@ class BlockSession:
         """Drop CUDA graphs that read caches which have been replaced since."""
         if self.pool is not None:
             self.pool.keep(self.kv.tensors() if self.packed is None else self.kv.tensors() | self.packed.tensors())
+
+    def declare(self, chosen: Decoding) -> None:
+        """Make the caches per position that requests with such a decoding need."""
+        self._programs_for(chosen.rule, chosen.sampling.needs_logits)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches that exist: pages, rings, and packed keys with their counts."""
+        return self.kv.bytes + (0 if self.packed is None else self.packed.bytes)
 
     def _programs_for(self, policy: Policy, needs_logits: bool) -> Programs:
         """Programs for a policy, and for samplers that may need logits; their caches per position are made."""

@@ -43,7 +43,7 @@ class Rehearsal:
         return self.program({**batch.caches(), **states, **given}, self.rows).outputs
 
 
-def rehearsals(batch: Batch, sequences: int, tokens: int, graphs: int, steps: bool = True) -> list[Rehearsal]:
+def rehearsals(batch: Batch, sequences: int, tokens: int, graphs: int) -> list[Rehearsal]:
     """Forwards that record the graphs of at most `sequences` sequences of `tokens` positions each.
 
     They are steps, then prompts, and then steps in which sequences choose the keys that they keep. The last kind is
@@ -54,12 +54,11 @@ def rehearsals(batch: Batch, sequences: int, tokens: int, graphs: int, steps: bo
         sequences: sequences at most.
         tokens: positions of each, at most.
         graphs: number of graphs in all, at most; steps in which sequences choose are left out beyond it.
-        steps: False records prompts only.
     """
     programs, most = batch.programs, (sequences, tokens)
-    found = [*(_steps_of(batch, programs.step, *most) if steps else ()), *_prompts_of(batch, *most)]
+    found = [*_steps_of(batch, programs.step, *most), *_prompts_of(batch, *most)]
     select, left = programs.select, graphs - sum(len(one.program.stage_names) for one in found)
-    if select is None or not steps:
+    if select is None:
         return found
     keys = {one.rows: _key_sizes(batch, one.rows, tokens) for one in _steps_of(batch, select, *most)}
     choices = [
@@ -105,5 +104,6 @@ def _key_sizes(batch: Batch, rows: int, tokens: int) -> list[int]:
     rows, and a block each.
     """
     slots, block = batch.shape.slots, batch.shape.block
-    sizes = key_sizes(min(slots, -(-rows // block)) * ((tokens if batch.causal else block) + block))
+    count = min(slots, -(-rows // block))
+    sizes = key_sizes((count * tokens if batch.causal else rows) + count * block)
     return sorted({min(size, slots * batch.shape.columns) for size in sizes})
