@@ -139,7 +139,7 @@ class Op:
         if self.rounds and self.kernel is None:
             raise InputError(f"op {self.name}: rounds is said of its kernel, and it has none; name the kernel.")
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         """Names of the arguments, in order."""
         return tuple(argument.name for argument in self.overload._schema.arguments)

@@ -216,6 +216,8 @@ class Symbols:
         self._sizes: dict[str, torch.SymInt] = {}
         self._texts: dict[Any, str] = {}
         self._keys: dict[int, tuple[Tensor, Any]] = {}
+        self._row_sets: dict[int, tuple[Tensor, str | None]] = {}
+        self._names: dict[tuple[Any, int], frozenset[str]] = {}
         self._shared: dict[tuple[Any, ...], Tensor] = {}
 
     def size(self, name: str) -> torch.SymInt:
@@ -263,8 +265,12 @@ class Symbols:
         """Names of the symbols that a size depends on."""
         if isinstance(size, int):
             return frozenset()
-        free = size.node.expr.free_symbols
-        return frozenset(name for name, symbol in self._sizes.items() if symbol.node.expr in free)
+        sizes, expression = self._sizes, size.node.expr
+        key = expression, len(sizes)
+        if key not in self._names:
+            free = expression.free_symbols
+            self._names[key] = frozenset(name for name, symbol in sizes.items() if symbol.node.expr in free)
+        return self._names[key]
 
     def text(self, size: int | torch.SymInt) -> str:
         """A size as it reads in a dump: `256`, `N`, `b+1`."""
@@ -308,10 +314,15 @@ class Symbols:
 
     def row_set(self, value: Any) -> str | None:
         """The symbol of a value's leading dimension, if that is a set of rows (N, K, K1, ...)."""
+        known = self._row_sets.get(id(value))
+        if known is not None and known[0] is value:
+            return known[1]
         if not isinstance(value, Tensor) or value.dim() == 0 or isinstance(value.shape[0], int):
             return None
         name = self.text(value.shape[0])
-        return name if is_row_set(name) else None
+        found = name if is_row_set(name) else None
+        self._row_sets[id(value)] = value, found
+        return found
 
 
 def is_row_set(name: str) -> bool:
