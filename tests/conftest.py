@@ -49,7 +49,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(10_000)
+        gc.set_threshold(100_000, 20, 20)
         gc.enable()
 
 
