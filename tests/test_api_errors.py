@@ -25,12 +25,13 @@ from dgraph.ir.graph import Graph
 from dgraph.passes import CacheKV, PackRows, Pass
 from dgraph.recipes import RECIPES, build
 from dgraph.runtime import FixedSteps
+from tests.compiled import compiled
 from tests.tiny import BLOCK, MASK, draw
 
 
 @pytest.fixture(scope="module")
 def dense(model: dgraph.Model) -> dgraph.CompiledModel:
-    return dgraph.optimize(model, "dense", backend="eager")
+    return compiled(model, "dense")
 
 
 @pytest.fixture

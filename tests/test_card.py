@@ -12,12 +12,13 @@ import dgraph
 from dgraph.ir.graph import Graph
 from dgraph.text.diff import diff
 from dgraph.types.card import Card, Described, counted, quoted
+from tests.compiled import compiled
 from tests.tiny import draw
 
 
 @pytest.fixture(scope="module")
 def made(model: dgraph.Model) -> dgraph.CompiledModel:
-    return dgraph.optimize(model, "focus", backend="eager")
+    return compiled(model, "focus")
 
 
 @pytest.fixture(scope="module")

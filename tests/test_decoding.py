@@ -16,6 +16,7 @@ from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import PRESETS, JointThreshold, policy_sampler, traits_of
 from dgraph.runtime.sampling.sampler import RowContext, Sampler
 from dgraph.testing import models, prompts
+from tests.compiled import compiled
 
 PROMPTS = ["Sort these words: river stone cloud maple", "river is 123. stone is 456. cloud is 789. What is stone?"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 40}
@@ -23,12 +24,12 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 40}
 
 @pytest.fixture(scope="module")
 def dense() -> dgraph.CompiledModel:
-    return dgraph.optimize("tiny_sdar", "dense", backend="eager")
+    return compiled("tiny_sdar", "dense")
 
 
 @pytest.fixture(scope="module")
 def focus() -> dgraph.CompiledModel:
-    return dgraph.optimize("tiny_sdar", "focus", full_steps=0, backend="eager")
+    return compiled("tiny_sdar", "focus", full_steps=0)
 
 
 @pytest.mark.parametrize("name", sorted(name for name in PRESETS if not traits_of(PRESETS[name]).renoises))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import dgraph
 from benchmarks import engine_load
 from benchmarks.engine_load import main, products_seconds
 from dgraph.bench.floor import Device, work_of
@@ -20,6 +19,7 @@ from dgraph.bench.products import Shape
 from dgraph.bench.serve import LoadTest, ServedLoad
 from dgraph.engine.stats import EngineStats
 from tests.cli.folders import write_checkpoint
+from tests.compiled import compiled
 
 NOTHING = EngineStats(0, 0, {}, 0, 0, 0, 0, 0, {}, {}, 0, 0.0, 0, 0, 0, 0)
 
@@ -109,7 +109,7 @@ class OneSecondARow(Device):
 
 
 def test_the_floor_counts_products_of_each_stage_and_of_prompts() -> None:
-    program = dgraph.optimize("tiny_sdar", "focus", backend="eager")
+    program = compiled("tiny_sdar", "focus")
     stats = replace(NOTHING, steps=10, rows={"prefill": 50, "prefix": 300, "suffix": 80})
     device = OneSecondARow(torch.device("cpu"), _bandwidth=float("inf"))
     before, after = (sum(found.values()) for found in work_of(program.graph("step")).products)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-import dgraph
+from tests.compiled import compiled
 from tests.parallel.processes import ROOT, started
 
 PROMPT = "Sort these words: river stone"
@@ -70,7 +70,7 @@ def until(true: object, within: float) -> None:
 
 
 def test_two_ranks_say_what_one_process_says_and_say_it_once() -> None:
-    (text,) = dgraph.optimize("tiny_sdar", backend="eager").generate(PROMPT, max_new_tokens=16).texts or ()
+    (text,) = compiled("tiny_sdar").generate(PROMPT, max_new_tokens=16).texts or ()
     code, out, err = run("generate", "tiny_sdar", "-p", PROMPT, *SHORT, "--tp", "2")
     assert (code, out, err) == (0, f"{text}\n", "")
 
@@ -85,7 +85,7 @@ def test_ranks_answer_a_file_together_and_end_when_nothing_is_left(tmp_path: Pat
     assert (code, err) == (0, ""), err
     assert out.startswith("2 of 2 questions answered")
     texts = {line["id"]: line["text"] for line in map(json.loads, answers.read_text().splitlines())}
-    alone = dgraph.optimize("tiny_sdar", backend="eager").generate(prompts, max_new_tokens=16)
+    alone = compiled("tiny_sdar").generate(prompts, max_new_tokens=16)
     assert texts == dict(enumerate(alone.texts or ()))
     code, out, err = run("generate", "tiny_sdar", *files, *SHORT, "--tp", "2")
     assert (code, err) == (0, ""), err

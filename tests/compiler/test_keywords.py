@@ -16,6 +16,7 @@ from dgraph.errors.foreign import HINTS
 from dgraph.recipes import RECIPES, options_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.spec import FACTS
+from tests.compiled import compiled
 
 OURS = (
     arguments_of(dgraph.optimize, dgraph.Compilation)
@@ -28,7 +29,7 @@ OURS = (
 
 @pytest.fixture(scope="module")
 def dense(model: dgraph.Model) -> dgraph.CompiledModel:
-    return dgraph.optimize(model, "dense", backend="eager")
+    return compiled(model, "dense")
 
 
 def refused(function: Callable[..., object], **keywords: Any) -> str:

@@ -23,6 +23,7 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.runtime.decoding import Decoding
 from dgraph.testing import models
 from tests.amounts import first_cases
+from tests.compiled import compiled
 
 PROMPTS = ["Sort: d b a c", "Sort: b a", "Sort: d b a c"]
 
@@ -34,7 +35,7 @@ PROMPTS = ["Sort: d b a c", "Sort: b a", "Sort: d b a c"]
 )
 def made(request: pytest.FixtureRequest) -> CompiledModel:
     model, recipe = request.param
-    return dgraph.optimize(model, recipe, backend="eager")
+    return compiled(model, recipe)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from dgraph.runtime.loop.step_inputs import STEP_INPUTS
 from dgraph.testing.models import models
 from dgraph.testing.ranks import ranks
 from tests.amounts import first_cases
+from tests.compiled import compiled
 
 ROW = 64  # values of a row of the stream, and 4 bytes each
 POSITION = 4 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, their width, bytes
@@ -37,7 +38,7 @@ POSITION = 4 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, their width,
 
 @pytest.fixture(scope="module")
 def dense(model: dgraph.Model) -> CompiledModel:
-    return dgraph.optimize(model, "dense", backend="eager", max_num_logits=32)
+    return compiled(model, "dense", max_num_logits=32)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_bound_frees_memory_for_sequences(dense: CompiledModel) -> None:
 
 
 def test_graphs_take_what_they_hold_or_will(model: dgraph.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = dgraph.optimize(model, "dense", backend="eager")
+    made = compiled(model, "dense")
     made.graph_pool = GraphPool()  # as on a GPU, before anything is recorded
     first = profile(made, rows=256)
     budget = peaks.Budget.of(made, 256, None)
@@ -108,7 +109,7 @@ def test_graphs_take_what_they_hold_or_will(model: dgraph.Model, monkeypatch: py
 def test_graphs_of_dummy_steps_are_gone_after_they_were_timed(
     model: dgraph.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, timed = dgraph.optimize(model, "dense", backend="eager"), []
+    made, timed = compiled(model, "dense"), []
 
     def seconds(program: Any, step: DummyStep) -> float:
         program.itself = program  # as a recorded graph refers to its program and back
@@ -204,7 +205,7 @@ def test_keys_that_later_blocks_choose_from_take_no_more_than_their_positions() 
     """Of 1,024 tokens with a response of 128, half of which a head keeps; focus drops rows, and no keys."""
 
     def bytes_of(name: str, recipe: str, **options: Any) -> tuple[int, dgraph.ModelSpec]:
-        made = dgraph.optimize(name, recipe, backend="eager", **options)
+        made = compiled(name, recipe, **options)
         return profile(made, rows=64, measured=False).kv_cost.sequence(1024, 128), made.spec
 
     for dtype, most in ((None, 1.008), ("fp8", 1.028)):
@@ -236,7 +237,7 @@ def test_a_window_of_the_response_leaves_its_prompt_out() -> None:
 
 
 def test_what_was_measured_is_kept(model: dgraph.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = dgraph.optimize(model, "dense", backend="eager")
+    made = compiled(model, "dense")
     made.compiler.store = Store(tmp_path)
     monkeypatch.setattr(peaks, "seconds", lambda program, step: 1e-3 * step.rows)
     calls: list[str] = []
@@ -260,7 +261,7 @@ def test_what_was_measured_is_kept(model: dgraph.Model, tmp_path: Path, monkeypa
 
 
 def test_a_damaged_entry_is_measured_anew(model: dgraph.Model, tmp_path: Path) -> None:
-    made = dgraph.optimize(model, "dense", backend="eager")
+    made = compiled(model, "dense")
     made.compiler.store = store = Store(tmp_path)
     first = profile(made, rows=64)
     (entry,) = store.entries.iterdir()

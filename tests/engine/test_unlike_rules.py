@@ -7,10 +7,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dgraph import optimize
 from dgraph.ops.statistics import RowLogits, Statistic
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import ConfidenceThreshold
+from tests.compiled import compiled
 from tests.engine.driven import Asked, Turns
 
 
@@ -41,7 +41,7 @@ def test_a_rule_that_no_batch_can_have_beside_the_others_fails_alone() -> None:
     first, other = (replace(short, policy=ByAbove(0.9, least=least)) for least in (0.0, 1.0))
     asked = [Asked((5, 6, 7), long), Asked((5, 6), first, turn=1), Asked((5, 6), other, turn=2)]
     asked.append(Asked((5, 6), other, turn=100))
-    made = optimize("tiny_sdar", "dense", backend="eager")
+    made = compiled("tiny_sdar", "dense")
     turns = Turns(made._session, asked, prepare=made._prepare, max_sequences=4, max_tokens=96)
     told = turns.run()
     assert [one.finish for one in told] == ["length", "length", "error", "length"], (

@@ -28,6 +28,7 @@ from dgraph.evaluate.distributions import Distributions, eviction_bound
 from dgraph.evaluate.questions import OPEN, choose, stored
 from dgraph.ops import Op
 from dgraph.runtime.stats import StepRecord
+from tests.compiled import compiled
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Activations:
 @pytest.fixture(scope="module")
 def activations() -> Activations:
     """Dense decoding of two texts; each step forwards all rows of a block."""
-    program = dgraph.optimize("tiny_sdar", "dense", backend="eager")
+    program = compiled("tiny_sdar", "dense")
     spec, contexts, last = program.spec, list[Tensor](), dict[str, Any]()
     found = Distributions(spec.layers, spec.block_length, spec.eos_ids)
     pairs: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(spec.layers)]

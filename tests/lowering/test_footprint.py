@@ -23,6 +23,7 @@ from dgraph.ops.statistics import ENTROPY, declare
 from dgraph.private.torch import StorageWatch, fake_mode
 from dgraph.testing.models import TinyModel, models
 from dgraph.types.nodes import op_name
+from tests.compiled import compiled
 from tests.tiny import BLOCK
 
 N = 256
@@ -31,7 +32,7 @@ SIZES = {"N": N, "b": 2, "P": 1, "pages": 1, "page": BLOCK}
 
 @pytest.fixture(scope="module")
 def dense(model: dgraph.Model) -> CompiledModel:
-    return dgraph.optimize(model, "dense", backend="eager", max_num_logits=32)
+    return compiled(model, "dense", max_num_logits=32)
 
 
 def test_a_watcher_counts_storages_from_their_making_to_their_end() -> None:
@@ -118,7 +119,7 @@ def test_predicted_is_what_a_watcher_sees_on_every_family(tiny: TinyModel) -> No
 
 @pytest.mark.parametrize(("name", "recipe"), [("tiny_sdar", "focus"), ("tiny_llada", "dyllm")])
 def test_predicted_is_what_a_watcher_sees(name: str, recipe: str) -> None:
-    made = dgraph.optimize(name, recipe, backend="eager")
+    made = compiled(name, recipe)
     for program in made.programs:
         predicted, seen = prediction(made, program, 128)
         assert predicted == pytest.approx(seen, rel=0.01), program

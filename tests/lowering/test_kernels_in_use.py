@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-import dgraph
 from dgraph.cache import upkeep
 from dgraph.cache.store import Store
 from dgraph.lowering import kernels
 from dgraph.lowering.kernels import Kernels
 from dgraph.private import triton as triton_private
+from tests.compiled import compiled
 from tests.lowering.one_kernel import HASH, TARGET, Binary, files_below
 
 pytest.importorskip("triton")
@@ -135,7 +135,7 @@ def test_a_cpu_keeps_no_kernels() -> None:
 
 
 def test_generate_and_warm_up_keep_what_they_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = dgraph.optimize("tiny_sdar", "dense", backend="eager")
+    made = compiled("tiny_sdar", "dense")
     assert made.kernels.compiled == []
     seen: list[str] = []
 

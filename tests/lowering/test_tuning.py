@@ -29,6 +29,7 @@ from dgraph.ops.tuning import AttentionShape, LinearShape, LogitsShape, chosen
 from dgraph.ranks.groups import group_of
 from dgraph.testing import ranks
 from tests.cache.stores import flip, folders
+from tests.compiled import compiled
 from tests.passes.scene import Scene
 
 pytest.importorskip("triton")
@@ -325,7 +326,7 @@ def test_kernels_of_a_program_find_its_choices(store: Store, focus: dict[str, Gr
 
 
 def test_a_warm_up_opens_tuning(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = dgraph.optimize("tiny_sdar", "dense", backend="eager")
+    program = compiled("tiny_sdar", "dense")
     assert program.tuning is None, "a CPU runs the references, which have no tilings"
     program.tuning = tuning = Tuning(CPU, store, timer=Clock())
     seen: list[bool] = []

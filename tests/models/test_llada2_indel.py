@@ -12,6 +12,7 @@ import dgraph
 from dgraph.errors import InputError
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Candidates, JointThreshold, JointThresholdInDel, statistics_of
+from tests.compiled import compiled
 from tests.engine.alone import check_as_alone
 from tests.models.test_llada2 import SIZES, WEIGHTS, remote
 from tests.oracle import indel
@@ -131,7 +132,7 @@ def test_settings_that_cannot_be(options: dict[str, float], message: str) -> Non
 
 
 def test_requests_whose_rules_leave_out_other_ids_share_a_batch() -> None:
-    made = dgraph.optimize("tiny_sdar", "dense", backend="eager")
+    made = compiled("tiny_sdar", "dense")
     rules = [None, JointThresholdInDel(delete_id=1, split_id=2), JointThresholdInDel(delete_id=3, split_id=4)]
     decodings = [Decoding(max_new_tokens=24, **({"policy": rule} if rule else {"threshold": 0.9})) for rule in rules]
     check_as_alone(made, [[5, 6, 7]] * 3, decodings, max_sequences=3, max_tokens=96)

@@ -25,6 +25,7 @@ from dgraph.passes.manager import run_passes
 from dgraph.ranks.sharding import Part, Sharding
 from dgraph.testing.ranks import ranks
 from tests.amounts import first_cases
+from tests.compiled import compiled
 from tests.oracle import llada2 as oracle
 from tests.remote import write
 
@@ -127,7 +128,7 @@ def test_ranks_of_an_opened_model_say_what_one_process_does(monkeypatch: pytest.
         assert sum(p.untyped_storage().nbytes() for p in opened.module.parameters()) < 4096
         return opt.generate(**how).token_ids
 
-    alone = dgraph.optimize("tiny_sdar", "dense", backend="eager").generate(**how).token_ids
+    alone = compiled("tiny_sdar", "dense").generate(**how).token_ids
     assert ranks(2, tokens) == [alone, alone]
 
 

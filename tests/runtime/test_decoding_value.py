@@ -13,6 +13,7 @@ from dgraph.evaluate.arms import Choice, expand
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import ConfidenceThreshold, FixedSteps, policy_of
 from dgraph.runtime.sampling.sampler import Credit, Sampler
+from tests.compiled import compiled
 from tests.tiny import tiny_spec
 
 
@@ -96,7 +97,7 @@ def test_a_policy_brings_its_sampler_unless_the_caller_says_otherwise() -> None:
 
 
 def test_it_does_so_in_generate(model: dgraph.Model) -> None:
-    made = dgraph.optimize(model, "dense", backend="eager")
+    made = compiled(model, "dense")
     warm = ConfidenceThreshold(0.9, sampler=Sampler(temperature=1.5, top_k=40))
 
     def tokens(**settings: Any) -> list[list[int]]:

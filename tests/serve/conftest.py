@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import dgraph
+from tests.compiled import compiled
 
 if TYPE_CHECKING:
     import httpx
@@ -25,13 +26,13 @@ if any(find_spec(name) is None for name in NEEDS):
 @pytest.fixture(scope="session")
 def sdar() -> dgraph.CompiledModel:
     """A trained block-causal model, whose first steps evict, too, so that a few words take several steps."""
-    return dgraph.optimize("tiny_sdar", "focus", backend="eager", full_steps=0)
+    return compiled("tiny_sdar", "focus", full_steps=0)
 
 
 @pytest.fixture(scope="session")
 def llada() -> dgraph.CompiledModel:
     """A trained bidirectional model."""
-    return dgraph.optimize("tiny_llada", "fast_dllm", backend="eager")
+    return compiled("tiny_llada", "fast_dllm")
 
 
 @pytest.fixture(scope="module")
