@@ -132,7 +132,7 @@ def served(kind: str, asked: list[Asked], engine: dict[str, Any], **changes: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@drawn(10, 60, data=st.data())
+@drawn(6, 60, data=st.data())
 def test_every_request_gets_what_it_gets_alone(kind: str, data: st.DataObject) -> None:
     served(kind, data.draw(schedules(kind)), data.draw(engines()))
 
@@ -172,7 +172,7 @@ def test_events_say_what_an_observer_sees(kind: str) -> None:
 
 @pytest.mark.parametrize("text", [False, True])
 @drawn(
-    10,
+    6,
     40,
     prompt=st.sampled_from(PROMPTS),
     new=st.integers(1, 12),
@@ -199,7 +199,7 @@ def test_nothing_ends_a_response_that_is_too_short(
 
 
 @pytest.mark.parametrize("rule", ["joint_threshold", "hierarchical_remask", "llada2.1"])
-@drawn(4, 30, data=st.data())
+@drawn(3, 30, data=st.data())
 def test_rules_that_change_their_mind_leave_fixed_tokens_alone(rule: str, data: st.DataObject) -> None:
     decoding = Decoding(max_new_tokens=11, policy=rule, ignore_eos=data.draw(st.booleans()))
     one = st.builds(Asked, ids=st.sampled_from(PROMPTS), decoding=st.just(decoding), turn=st.integers(0, 3))
@@ -209,7 +209,7 @@ def test_rules_that_change_their_mind_leave_fixed_tokens_alone(rule: str, data: 
 
 @pytest.mark.parametrize(("kind", "cache"), [("step", "off"), ("step", "dc"), ("evict", "dc+"), ("evict", "off")])
 @drawn(
-    8,
+    6,
     30,
     prompt=st.sampled_from(PROMPTS),
     decoding=st.builds(lambda rule: Decoding(max_new_tokens=17, ignore_eos=True, **rule), st.sampled_from(RULES)),
@@ -292,7 +292,7 @@ MARK = 27
 assert all(prompt[0] != MARK for prompt in PROMPTS)
 
 
-@drawn(10, 50, data=st.data())
+@drawn(6, 50, data=st.data())
 def test_one_whose_numbers_go_wrong_fails_alone(data: st.DataObject) -> None:
     asked = data.draw(schedules("step"))
     for prompt in data.draw(st.lists(st.sampled_from([(MARK,), (MARK, 1, 2, 3, 4, 5), (MARK, 7)]), min_size=1)):
@@ -324,7 +324,7 @@ class Raises:
         return logits
 
 
-@drawn(10, 50, data=st.data())
+@drawn(6, 50, data=st.data())
 def test_one_whose_sampler_raises_fails_alone(data: st.DataObject) -> None:
     asked = data.draw(schedules("logits"))
     broken = []
@@ -356,7 +356,7 @@ class Fails:
 
 
 @pytest.mark.parametrize("kind", ["step", "evict", "logits"])
-@drawn(10, 50, data=st.data())
+@drawn(6, 50, data=st.data())
 def test_those_whose_policy_raises_fail_alone(kind: str, data: st.DataObject) -> None:
     """Those of its kind, that is, the waiting ones among them."""
     asked = data.draw(schedules(kind))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dgraph import optimize
@@ -17,6 +16,7 @@ from dgraph.families import families
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Canvas
 from dgraph.testing import TinyModel, models, prompts
+from tests.amounts import drawn
 from tests.engine.alone import bytes_of
 from tests.engine.driven import Asked, Turns, alone, filled
 from tests.engine.plain import PLAIN, infilled
@@ -208,20 +208,12 @@ ROUNDED: dict[str, list[Named]] = {
 
 CASES = [(t, *case) for t in models() for case in [DENSE, *METHODS.get(str(t), []), *ROUNDED.get(str(t), [])]]
 SAME = [(tiny, mine, other) for tiny in models() for mine, other in LIMITS.get(str(tiny), [])]
-FEW = settings(
-    max_examples=3,
-    deadline=None,
-    derandomize=True,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
 
 
 @pytest.mark.parametrize(
     ("tiny", "recipe", "options"), CASES, ids=[f"{t}-{r}-{o.get('kv_dtype', '')}" for t, r, o in CASES]
 )
-@FEW
-@given(data=st.data())
+@drawn(2, 4, data=st.data())
 def test_every_request_gets_what_it_gets_alone(
     tiny: TinyModel, recipe: str, options: dict[str, Any], data: st.DataObject
 ) -> None:
@@ -230,8 +222,7 @@ def test_every_request_gets_what_it_gets_alone(
 
 
 @pytest.mark.parametrize(("tiny", "mine", "other"), SAME, ids=[f"{t}-{m[0]}" for t, m, _ in SAME])
-@FEW
-@given(data=st.data())
+@drawn(2, 4, data=st.data())
 def test_what_changes_nothing_alone_changes_nothing_in_an_engine(
     tiny: TinyModel, mine: Named, other: Named, data: st.DataObject
 ) -> None:
