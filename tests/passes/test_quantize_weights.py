@@ -563,12 +563,19 @@ def test_a_rank_takes_no_piece_of_a_block() -> None:
 # -- every recipe ----------------------------------------------------------------------------------------------------
 
 
+GATED = ("dyllm", "maskkv+dyllm", "dllm_serve+dyllm+focus")
+"""Of the recipes with a gate, those that run by default: the gate alone, with chosen keys, and with an eviction too."""
+
+
 def decoding_cases() -> list[Any]:
-    """Every recipe in one format, and one recipe in every format; the other pairs are for a release."""
+    """Every recipe in one format, of those with a gate some, and one recipe in every format; the others are for a
+    release.
+    """
     found = []
     for i, recipe in enumerate(RECIPES):
         for j, step in enumerate(FORMATS):
-            default = j == i % len(FORMATS) or recipe == "focus"
+            alone = j == i % len(FORMATS) and ("dyllm" not in recipe or recipe in GATED)
+            default = alone or recipe == "focus"
             found.append(pytest.param(recipe, step, marks=[] if default else [pytest.mark.release]))
     return found
 
