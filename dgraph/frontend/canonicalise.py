@@ -18,6 +18,8 @@ from torch.fx import Node
 from dgraph.errors import CaptureError
 from dgraph.frontend.layouts import name_views, straighten
 from dgraph.ir.graph import Graph
+from dgraph.ir.matching import Match
+from dgraph.ir.pattern import Pattern
 from dgraph.ops import OPS
 from dgraph.ops.registry import numeric
 from dgraph.types.nodes import args_of, op_name, role_of, where
@@ -47,9 +49,12 @@ def canonicalise(graph: Graph) -> None:
     _type_and_drop_no_ops(graph)
     graph.sweep()
     name_views(graph)
-    for raise_op in (_raise_attention, _raise_rms_norm, _raise_bare_norm, _raise_rope):
-        for node in graph.calls:
-            raise_op(graph, node)
+    for node in graph.calls:
+        _raise_attention(graph, node)
+    graph.sweep()
+    for pattern, op in _RAISED:
+        for match in graph.match(pattern):
+            match.replace(op)
         graph.sweep()
     straighten(graph)
     graph.propagate()
@@ -272,96 +277,55 @@ def _before_expand(repeat: Node, heads: int) -> Node | None:
     return source
 
 
-def _raise_rms_norm(graph: Graph, node: Node) -> None:
-    """Raise weight * (x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts, to `rms_norm`."""
-    found = _commuted(node, aten.mul.Tensor, lambda weight, scaled: _match_norm(weight, scaled))
-    if found is None:
-        return
-    x, weight, eps = found
-    new = graph.call(
-        OPS["rms_norm"], (x, weight, eps), before=node, by="", like=node, source=node.meta.get("source", "")
-    )
-    graph.replace(node, new)
+def _bare_norm(x: Any, eps: Any) -> Any:
+    """(x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts."""
+    x32 = Pattern.cast(x)
+    mean = aten.mean.dim(aten.pow.Tensor_Scalar(x32, 2), [-1], True)
+    return Pattern.cast(aten.mul.Tensor(x32, aten.rsqrt(aten.add.Tensor(mean, eps))))
 
 
-def _raise_bare_norm(graph: Graph, node: Node) -> None:
-    """Raise (x32 * rsqrt(mean(x32 ** 2) + eps)).to(x.dtype), with or without casts, to `rms_norm` without a weight.
-
-    No weight follows it, or one that is computed. So this runs after all norms with a weight of their own were raised.
-    """
-    found = _match_scaled(node)
-    if found is not None:
-        x, eps = found
-        source = node.meta.get("source", "")
-        graph.replace(node, graph.call(OPS["rms_norm"], (x, None, eps), before=node, by="", like=node, source=source))
+def _norm(x: Any, weight: Any, eps: Any) -> Any:
+    return aten.mul.Tensor(weight, _bare_norm(x, eps))
 
 
-def _match_norm(weight: Node, scaled: Node) -> tuple[Node, Node, float] | None:
-    if "weight" not in weight.meta or weight.meta["val"].dim() != 1:
-        return None
-    found = _match_scaled(scaled)
-    return None if found is None else (found[0], weight, found[1])
+def _rope(x: Any, cos: Any, sin: Any, first: Any, second: Any, dim: Any) -> Any:
+    """x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin."""
+    turned = aten.cat.default([aten.neg.default(second), first], dim)
+    return aten.add.Tensor(aten.mul.Tensor(x, cos), aten.mul.Tensor(turned, sin))
 
 
-def _match_scaled(scaled: Node) -> tuple[Node, float] | None:
-    """Operand and eps of a norm as it is before its weight; None if the node is no such norm."""
-    product = _through_cast(scaled)
-
-    def inner(x32: Node, rsqrt: Node) -> tuple[Node, float] | None:
-        if op_name(rsqrt.target) != "rsqrt":
-            return None
-        total = args_of(rsqrt)[0]
-        if not _is(total, aten.add.Tensor) or not isinstance(args_of(total)[1], float):
-            return None
-        mean = args_of(total)[0]
-        if (
-            not _is(mean, aten.mean.dim)
-            or list(args_of(mean)[1]) != [-1]
-            or not (len(args_of(mean)) > 2 and args_of(mean)[2])
-        ):
-            return None
-        square = args_of(mean)[0]
-        if not _is(square, aten.pow.Tensor_Scalar) or args_of(square)[0] is not x32 or args_of(square)[1] != 2:
-            return None
-        return x32, args_of(total)[1]
-
-    matched = _commuted(product, aten.mul.Tensor, inner)
-    if matched is None:
-        return None
-    x32, eps = matched
-    x = _through_cast(x32)
-    if x.meta["val"].dtype != scaled.meta["val"].dtype or x32.meta["val"].dtype != numeric(x.meta["val"].dtype):
-        return None  # a norm that computes in another dtype than the op
-    return x, eps
+def _other_norm(match: Match) -> str | None:
+    """Reason why a norm is not that of the op, or None."""
+    x, x32, scaled = (match[name].meta["val"].dtype for name in ("x", "cast", "cast_1"))
+    if not isinstance(match["eps"], float) or scaled != x or x32 != numeric(x):
+        return "it computes in another dtype than the op, or adds no number"
+    return None
 
 
-def _raise_rope(graph: Graph, node: Node) -> None:
-    """Raise x * cos + cat(-x[..., d/2:], x[..., :d/2]) * sin to `rope`."""
-    if not _is(node, aten.add.Tensor) or not all(_is(a, aten.mul.Tensor) for a in args_of(node)[:2]):
-        return
-    for plain, rotated in (args_of(node)[:2], args_of(node)[1::-1]):
-        x, cos = args_of(plain)[:2]
-        half, sin = args_of(rotated)[:2]
-        if all(isinstance(a, Node) for a in (cos, half, sin)) and _rotates(half, x):
-            new = graph.call(
-                OPS["rope"], (x, cos, sin), before=node, by="", like=node, source=node.meta.get("source", "")
-            )
-            graph.replace(node, new)
-            return
+def _other_weight(match: Match) -> str | None:
+    """Reason why a norm is not that of the op with a weight, or None."""
+    weight = match["weight"]
+    is_one = isinstance(weight, Node) and "weight" in weight.meta and weight.meta["val"].dim() == 1
+    return _other_norm(match) if is_one else "its weight is none of the model, or has more than one dimension"
 
 
-def _rotates(node: Node, x: Node) -> bool:
-    if (
-        not _is(node, aten.cat.default)
-        or len(args_of(node)[0]) != 2
-        or args_of(node)[1] not in (-1, x.meta["val"].dim() - 1)
-    ):
-        return False
-    negative, first = args_of(node)[0]
-    if not _is(negative, aten.neg.default):
-        return False
-    size = x.meta["val"].shape[-1]
-    return _is_slice(args_of(negative)[0], x, size // 2, size) and _is_slice(first, x, 0, size // 2)
+def _other_halves(match: Match) -> str | None:
+    """Reason why a sum is no rotation of halves, or None."""
+    x, cos, sin, first, second, dim = (match[n] for n in ("x", "cos", "sin", "first", "second", "dim"))
+    if not all(isinstance(value, Node) for value in (x, cos, sin)):
+        return "it multiplies by a number"
+    size, dims = x.meta["val"].shape[-1], x.meta["val"].dim()
+    halves = dim in (-1, dims - 1) and _is_slice(first, x, 0, size // 2) and _is_slice(second, x, size // 2, size)
+    return None if halves else "what is joined are not the halves of the value"
+
+
+_RAISED: tuple[tuple[Pattern, Callable[..., Any]], ...] = (
+    (Pattern(_norm, _other_weight, shared=True), lambda x, weight, eps: torch.ops.dgraph.rms_norm(x, weight, eps)),
+    # No weight follows, or one that is computed: the norms with a weight of their own are raised before.
+    (Pattern(_bare_norm, _other_norm, shared=True), lambda x, eps: torch.ops.dgraph.rms_norm(x, None, eps)),
+    (Pattern(_rope, _other_halves, shared=True), lambda x, cos, sin: torch.ops.dgraph.rope(x, cos, sin)),
+)
+"""Patterns that are one op of dgraph, each with its call."""
 
 
 def _is_slice(node: Any, x: Node, start: int, stop: int) -> bool:
@@ -376,19 +340,6 @@ def _is_slice(node: Any, x: Node, start: int, stop: int) -> bool:
     dim, begin, end, *step = given + [0, None, None][len(given) :]
     begin, end = begin or 0, size if end is None else min(end, size)
     return dim in (-1, last) and begin == start and end == stop and step in ([], [1])
-
-
-def _commuted(node: Any, target: Any, match: Callable[[Any, Any], Any]) -> Any:
-    """The match of a two-operand node, whichever way round its operands stand."""
-    if not _is(node, target) or not all(isinstance(a, Node) for a in args_of(node)[:2]):
-        return None
-    left, right = args_of(node)[:2]
-    found = match(left, right)
-    return found if found is not None else match(right, left)
-
-
-def _through_cast(node: Node) -> Node:
-    return args_of(node)[0] if op_name(node.target) in ("to", "_to_copy") else node
 
 
 def _is(node: Any, target: Any) -> bool:

@@ -65,6 +65,8 @@ class Op:
             i32[b+1]. It holds numbers of blocks, or flags of the rows that were packed.
         count: the argument whose last entry is the number of live rows, on the device. Padding rows of the other
             arguments are left alone, and may hold anything. If the op acts row by row, only that entry counts.
+        live_form_of: the op that it computes for the live rows alone, as it reads in a dump ("linear",
+            "dgraph.rms_norm"). Its arguments are those of that op, and `count`.
         own_rows: the arguments with rows of their own (keys, or rows that are packed). Their row set may be another
             than that of the other arguments.
         scales: maps each argument that may be in float8 to the argument with its scales; see `dgraph.ops.kv.scales`.
@@ -103,6 +105,7 @@ class Op:
     by_row: tuple[str, ...] = ()
     apart_by: str | None = None
     count: str | None = None
+    live_form_of: str | None = None
     own_rows: tuple[str, ...] = ()
     scales: Mapping[str, str] = field(default_factory=dict, hash=False)
     copies: tuple[str, ...] = ()

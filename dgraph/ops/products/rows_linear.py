@@ -93,6 +93,7 @@ OP = define(
     fake=fake,
     by_row=("x",),
     count="cu_rows",
+    live_form_of="linear",
     padding=(None,),
     kernel="dgraph.ops.products.triton.rows_linear:kernel",
     tuning="dgraph.ops.triton.candidates:PRODUCTS",

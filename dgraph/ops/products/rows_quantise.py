@@ -71,6 +71,7 @@ OP = define(
     fake=fake,
     by_row=("x",),
     count="cu_rows",
+    live_form_of="dgraph.quantise_rows",
     padding=(None, None),
     kernel="dgraph.ops.products.triton.rows_quantise:kernel",
 )

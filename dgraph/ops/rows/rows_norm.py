@@ -72,6 +72,7 @@ OP = define(
     fake=fake,
     by_row=("x",),
     count="cu_rows",
+    live_form_of="dgraph.rms_norm",
     padding=(None,),
     kernel="dgraph.ops.rows.triton.rows_norm:kernel",
 )
