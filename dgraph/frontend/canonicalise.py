@@ -311,7 +311,7 @@ def _other_weight(match: Match) -> str | None:
 
 def _other_halves(match: Match) -> str | None:
     """Reason why a sum is no rotation of halves, or None."""
-    x, cos, sin, first, second, dim = (match[n] for n in ("x", "cos", "sin", "first", "second", "dim"))
+    x, cos, sin, first, second, dim = match.values
     if not all(isinstance(value, Node) for value in (x, cos, sin)):
         return "it multiplies by a number"
     size, dims = x.meta["val"].shape[-1], x.meta["val"].dim()

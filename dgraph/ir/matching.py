@@ -58,6 +58,11 @@ class Match:
         return value
 
     @property
+    def values(self) -> tuple[Any, ...]:
+        """The bound values of the parameters, in their order."""
+        return tuple(self[name] for name in self.pattern.traced.parameters)
+
+    @property
     def layer(self) -> int | None:
         """Its layer: that of its last call."""
         layer: int | None = self.root.meta.get("layer")

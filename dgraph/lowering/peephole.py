@@ -27,12 +27,14 @@ from torch.fx import Node
 from dgraph.families.quantised import quantised_rows
 from dgraph.ir.graph import Graph
 from dgraph.ir.linears import linear_of
+from dgraph.ir.matching import Match
+from dgraph.ir.pattern import Pattern
 from dgraph.ir.quantised_operands import inputs_of
-from dgraph.ops import OPS, Op, op_of
+from dgraph.ops import Op, op_of
 from dgraph.ops.rows import rope
 from dgraph.types.nodes import ancestors, args_of, viewed
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.dgraph
 
 _FRESH = (aten.add.Tensor, aten.embedding.default)
 """Ops that make a stream in a buffer of its own."""
@@ -121,54 +123,45 @@ def fusions_of(graph: Graph) -> dict[Node, Fusion]:
 
 def attentions_of(graph: Graph) -> dict[Node, Fusion]:
     """The attentions of a graph that can rotate their queries or round their results, by the last node of each."""
-    rounded = _rounded_attentions(graph)
+    turned = {match.root: match for match in graph.match(_TURNED)}
+    rounded = {match["attended"]: match for match in graph.match(_ROUNDED)}
     found = {}
-    for attention in graph.calls:
-        op, turned = op_of(attention.target), _rotated_queries(graph, attention)
-        rows, made = rounded.get(attention, ((), attention))
-        if op is None or (turned is None and not rows):
-            continue
-        q, *rest = args_of(attention)
-        function = Attend(op, turned is not None, args_of(made)[1] if rows else None)
-        absorbed = (*(() if turned is None else (turned,)), *rows)
-        args = (*((q,) if turned is None else args_of(turned)), *rest)
-        found[made] = Fusion(made, absorbed, function, args, by_row=False)
+    for attention in sorted({*turned, *rounded}):
+        before, after, op = turned.get(attention), rounded.get(attention), op_of(attention.target)
+        assert op is not None
+        absorbed = (*(before.nodes[:1] if before else ()), *((attention, after["reshape"]) if after else ()))
+        queries = before.values if before else args_of(attention)[:1]
+        function = Attend(op, before is not None, after["kind"] if after else None)
+        made = after.root if after else attention
+        found[made] = Fusion(made, absorbed, function, (*queries, *args_of(attention)[1:]), by_row=False)
     return found
 
 
-def _rotated_queries(graph: Graph, attention: Node) -> Node | None:
-    """The rotation of the queries of an attention that can do it itself; None without one."""
-    if attention.target is not OPS["paged_attention"].overload:
-        return None
-    turned, *rest = args_of(attention)
-    if turned.target is not OPS["rope"].overload or set(turned.users) != {attention} or turned in rest:
-        return None
-    values = [node.meta["val"] for node in args_of(turned)]
-    made = linear_of(viewed(args_of(turned)[0]))
-    of_a_layer = made is not None and made.kind == "plain"  # it lies in memory as the product wrote it
-    plain = turned.meta["val"].dtype == values[0].dtype and values[0].dtype in _ATTENDED
-    return turned if plain and of_a_layer and rope.turns_rows(graph.symbols, *values) else None
+def _no_turn(match: Match) -> str | None:
+    """Reason why an attention cannot rotate its queries itself, or None."""
+    values = [value.meta["val"] for value in match.values]
+    made, turned = linear_of(viewed(match["q"])), match["rope"]
+    if made is None or made.kind != "plain" or turned in args_of(match.root)[1:]:
+        return "the queries do not lie in memory as a product wrote them, or are read twice"
+    fits = turned.meta["val"].dtype == values[0].dtype in _ATTENDED and rope.turns_rows(match.graph.symbols, *values)
+    return None if fits else "its kernel does not take their dtype, or they do not turn by their row"
 
 
-def _rounded_attentions(graph: Graph) -> dict[Node, tuple[tuple[Node, Node], Node]]:
-    """The attentions that can round their results, each with its rows and the rounding of these.
+def _no_rounding(match: Match) -> str | None:
+    """Reason why an attention cannot round its results, which a product reads rounded; or None."""
+    graph, attention, rows = match.graph, match["attended"], match["reshape"]
+    op = op_of(attention.target)
+    if op is None or not op.rounds or set(attention.users) != {rows}:
+        return "the attention cannot round them, or something else reads it"
+    whole = rows.meta["val"].dim() == 2 and graph.row_set(rows) == graph.row_set(attention) is not None
+    fits = whole and attention.meta["val"].dtype in _ATTENDED and not _is_written(attention, match.root)
+    return None if fits else "they are no whole rows, or what the attention reads is written before"
 
-    A product reads the rounding, and nothing else reads the attention.
-    """
-    found = {}
-    for made in graph.find("quantise_rows"):
-        rows = args_of(made)[0]
-        if rows.target is not aten.reshape.default or set(rows.users) != {made}:
-            continue
-        attention = args_of(rows)[0]
-        op = op_of(attention.target)
-        if op is None or not op.rounds or set(attention.users) != {rows}:
-            continue
-        value, flat = attention.meta["val"], rows.meta["val"]
-        whole = flat.dim() == 2 and graph.row_set(rows) == graph.row_set(attention) is not None
-        if whole and value.dtype in _ATTENDED and not _is_written(attention, made):
-            found[attention] = ((attention, rows), made)
-    return found
+
+_TURNED = Pattern(lambda q, cos, sin: ops.paged_attention(ops.rope.default(q, cos, sin), ...), _no_turn)
+_ROUNDED = Pattern(
+    lambda attended, shape, kind: ops.quantise_rows.default(aten.reshape.default(attended, shape), kind), _no_rounding
+)
 
 
 def _is_written(attention: Node, later: Node) -> bool:
@@ -184,39 +177,31 @@ def _is_written(attention: Node, later: Node) -> bool:
 
 def sums_of(graph: Graph) -> dict[Node, Fusion]:
     """The sums of a graph that can be added up in place, by node."""
-    results = set(graph.results().values())
-    found: dict[Node, Fusion] = {}
-    for total in graph.calls:
-        if total.target is not aten.add.Tensor or total.kwargs or total in results:
-            continue
-        for stream, linear in (args_of(total), args_of(total)[::-1]):
-            if _is_layer(linear, total) and _ends_in(stream, linear, total) and stream not in results:
-                found[total] = Fusion(total, (linear,), add_product, (stream, *args_of(linear)), by_row=True)
-                break
-    return found
+    found = graph.match(_SUM)
+    return {m.root: Fusion(m.root, m.nodes[:-1], add_product, m.values, by_row=True) for m in found}
 
 
-def _is_layer(linear: object, total: Node) -> bool:
-    """True if a node is a linear layer without a bias, read by the sum alone, whose weight is one of the model."""
-    found = linear_of(linear)
-    if found is None or found.kind != "plain" or set(found.node.users) != {total}:
-        return False
-    return len(args_of(found.node)) == 2 and "weight" in found.weight.meta and found.by_vectors
-
-
-def _ends_in(stream: object, linear: Node, total: Node) -> bool:
-    """True if a node is a stream that can take the sum in place.
+def _no_sum(match: Match) -> str | None:
+    """Reason why a stream cannot take the sum with a linear layer in place, or None.
 
     Nothing may read the stream after the sum, or share its memory. Its dtype must be that of the layer's result, since
     products add up in one dtype alone.
     """
-    if not isinstance(stream, Node) or stream.target not in _FRESH:
-        return False
-    value, product, result = (node.meta["val"] for node in (stream, linear, total))
+    stream, x, weight = match.values
+    if "weight" not in weight.meta or x.meta["val"].dim() != 2:
+        return "the layer has no weight of the model, or reads more than a vector per row"
+    results = {*match.graph.results().values()}
+    if not isinstance(stream, Node) or stream.target not in _FRESH or results & {stream, match.root}:
+        return "the stream has no buffer of its own"
+    value, product, result = (node.meta["val"] for node in (stream, *match.nodes))
     if value.shape != result.shape or not value.dtype == product.dtype == result.dtype:
-        return False
-    above = ancestors(args_of(linear)[:1], stop=[stream])
-    return all(user is total or (user in above and not _may_alias(user)) for user in stream.users)
+        return "the stream is of another type than the sum"
+    above = ancestors([x], stop=[stream])
+    last = all(user is match.root or (user in above and not _may_alias(user)) for user in stream.users)
+    return None if last else "the stream is read after the sum, or shares its memory"
+
+
+_SUM = Pattern(lambda stream, x, weight: aten.add.Tensor(stream, aten.linear.default(x, weight)), _no_sum)
 
 
 def _may_alias(node: Node) -> bool:
