@@ -18,7 +18,7 @@ from torch.fx import Node
 from dgraph.errors import CaptureError
 from dgraph.frontend.layouts import name_views, straighten
 from dgraph.ir.graph import Graph
-from dgraph.ir.matching import Match
+from dgraph.ir.matching import Match, match_at
 from dgraph.ir.pattern import Pattern
 from dgraph.ops import OPS
 from dgraph.ops.registry import numeric
@@ -249,7 +249,7 @@ def _unrepeated(graph: Graph, node: Node, value: Node) -> Node:
         dim = [*dim, repeat.kwargs.get("dim")][:1]
         before = source if isinstance(times, int) and dim[0] in (heads, heads - 4) else None
     else:
-        before = _before_expand(repeat, heads)
+        before = _before_expand(graph, repeat, heads)
     if before is None or before.meta["val"].dim() != 4:
         return value
     if moved is None:
@@ -258,23 +258,22 @@ def _unrepeated(graph: Graph, node: Node, value: Node) -> Node:
     return graph.call(moved.target, (before, *args_of(moved)[1:]), before=node, by="", like=moved, source=source)
 
 
-def _before_expand(repeat: Node, heads: int) -> Node | None:
+def _before_expand(graph: Graph, repeat: Node, heads: int) -> Node | None:
     """[.., n, ..] of a value that is reshaped from [.., n, times, ..], n heads repeated by an expand."""
-    if op_name(repeat.target) not in ("reshape", "flatten"):
+    found = next((match for pattern in _REPEATED if isinstance(match := match_at(graph, pattern, repeat), Match)), None)
+    if found is None or found["unsqueeze"].meta["val"].dim() != 5:
         return None
-    expand = args_of(repeat)[0]
-    if op_name(expand.target) != "expand":
-        return None
-    narrow = args_of(expand)[0]
-    while op_name(narrow.target) == "slice":
-        narrow = args_of(narrow)[0]
-    if op_name(narrow.target) != "unsqueeze" or narrow.meta["val"].dim() != 5:
-        return None
-    source, dim = args_of(narrow)
+    (source, dim, _), expand = found.values, found["expand"]
     merged = expand.meta["val"].shape[heads] * expand.meta["val"].shape[heads + 1]
     if dim % 5 != heads + 1 or repeat.meta["val"].dim() != 4 or repeat.meta["val"].shape[heads] != merged:
         return None
     return source
+
+
+_REPEATED = (
+    Pattern(lambda x, dim, sizes: aten.reshape.default(aten.expand(aten.unsqueeze(x, dim), sizes), ...), shared=True),
+    Pattern(lambda x, dim, sizes: aten.flatten(aten.expand(aten.unsqueeze(x, dim), sizes), ...), shared=True),
+)
 
 
 def _bare_norm(x: Any, eps: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.ir.graph import Graph
+from dgraph.ir.matching import Matches
 from dgraph.plans.papers import Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import where
@@ -55,6 +56,7 @@ class Report:
     Attributes:
         name, config, effect: the pass.
         applied, skipped: places where it fired, and near misses.
+        matches: number of matches of each pattern that it looked for, by name.
         nodes: number of calls before and after.
         seconds: host seconds of the rewrite and of its verification.
     """
@@ -64,6 +66,7 @@ class Report:
     effect: Effect
     applied: list[Applied] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
+    matches: dict[str, int] = field(default_factory=dict)
     nodes: tuple[int, int] = (0, 0)
     seconds: tuple[float, float] = (0.0, 0.0)
 
@@ -75,6 +78,19 @@ class Report:
         """Record a near miss at a node."""
         self.skipped.append(Skipped(node.meta.get("layer"), reason, where(node)))
 
+    def matched(self, found: Matches, near: int | None = None) -> Matches:
+        """Count the matches of a pattern, and give them back.
+
+        Args:
+            near: misses in which so many calls of the pattern stand are recorded as near misses; None for no miss.
+        """
+        name = found.pattern.name
+        self.matches[name] = self.matches.get(name, 0) + len(found)
+        for miss in found.misses:
+            if near is not None and miss.found >= near:
+                self.skip(str(miss), miss.root)
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
         return {
@@ -83,6 +99,7 @@ class Report:
             "effect": self.effect.value,
             "applied": [{"layer": a.layer, "what": a.what} for a in self.applied],
             "skipped": [{"layer": s.layer, "reason": s.reason, "node": s.node} for s in self.skipped],
+            "matches": self.matches,
             "nodes_before": self.nodes[0],
             "nodes_after": self.nodes[1],
             "seconds": {"rewrite": self.seconds[0], "verify": self.seconds[1]},

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch.fx import Node
 
 from dgraph.ir.graph import Graph
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.papers import OURS, Paper
-from dgraph.types.nodes import args_of, viewed
+from dgraph.types.nodes import viewed
 
-aten = torch.ops.aten
+
+def chosen_by_row(flags: Any, chosen: Any, other: Any) -> Any:
+    """The pattern of what flags choose."""
+    return torch.ops.aten.where.self(flags, chosen, other)
 
 
 @dataclass(frozen=True)
@@ -40,15 +42,11 @@ class EncodeRows(Pass):
             report.skip("no row of this model says whether it is encoded", graph.output)
             return
         mode = graph.input("encoded")
-        for node in graph.calls:
-            if node.target is not aten.where.self or not isinstance(args_of(node)[0], Node):
+        for match in report.matched(graph.match(chosen_by_row)):
+            if viewed(match["flags"]) is not mode:
+                report.skip(f"it chooses by {match['flags'].name}, not by which rows are encoded", match.root)
                 continue
-            flags, chosen, _ = args_of(node)
-            if viewed(flags) is not mode:
-                report.skip(f"it chooses by {flags.name}, not by which rows are encoded", node)
-                continue
-            layer = node.meta["layer"]
-            graph.replace(node, chosen)
-            report.did("where -> what encoded rows take", layer)
+            report.did("where -> what encoded rows take", match.layer)
+            match.replace(match["chosen"])
         graph.sweep()
         graph.propagate()
