@@ -29,6 +29,7 @@ from dgraph.families import Embedded as Embedded
 from dgraph.families import Family as Family
 from dgraph.families import Model as Model
 from dgraph.ir.graph import Graph as Graph
+from dgraph.ir.pattern import Pattern as Pattern
 from dgraph.plans.calibration import Calibration as Calibration
 from dgraph.recipes import RECIPES as RECIPES
 from dgraph.recipes import Phase as Phase

@@ -30,6 +30,7 @@ COMMANDS = {
     "dump": "views:dump",
     "diff": "views:diff",
     "explain": "views:explain",
+    "match": "match:match",
     "compile": "compile:compile_",
     "calibrate": "calibrate:calibrate",
     "quantize": "quantize:quantize",

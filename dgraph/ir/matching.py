@@ -17,7 +17,7 @@ from torch.fx import Node
 from dgraph.errors import InputError, UnknownName
 from dgraph.ir.pattern import CASTS, Call, Cast, Parameter, Pattern, Step, traced
 from dgraph.ops import op_of
-from dgraph.types.nodes import args_of, op_name, where
+from dgraph.types.nodes import args_of, op_name
 
 if TYPE_CHECKING:
     from dgraph.ir.node_list import NodeList
@@ -80,8 +80,8 @@ class Match:
             The node that stands there now.
 
         Raises:
-            InputError: the function calls an op of several overloads, or is none that a pattern could be.
-            UnknownName: it has a parameter that is no name of the pattern.
+            InputError: the function cannot be traced, or calls an op of several overloads.
+            UnknownName: it has a parameter that the pattern has no name for.
             VerifyError: an op does not accept its arguments; the graph is as it was.
         """
         made = new if isinstance(new, Node) else self._made(new, by)
@@ -130,8 +130,8 @@ class Match:
         return {
             "layer": self.layer,
             "root": self.root.name,
-            "values": {name: text(value) for name, value in self.bound.items() if name in names},
-            "nodes": {name: text(value) for name, value in self.bound.items() if name not in names},
+            "values": {name: _plain(value) for name, value in self.bound.items() if name in names},
+            "nodes": {name: _plain(value) for name, value in self.bound.items() if name not in names},
         }
 
 
@@ -166,7 +166,8 @@ class Miss:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
-        found = {"found": self.found, "calls": len(self.pattern.calls), "reason": self.reason}
+        reader = self.reader.name if self.reader is not None else None
+        found = {"found": self.found, "calls": len(self.pattern.calls), "reason": self.reason, "reader": reader}
         return {"layer": self.layer, "root": self.root.name, **found}
 
 
@@ -226,7 +227,7 @@ def match_at(
     taken: Collection[Node] = (),
     now: dict[Node, Node] | None = None,
 ) -> Match | Miss:
-    """The match whose last call is a node, or why there is none.
+    """The match whose last call is a node, or the reason against it.
 
     Args:
         taken: nodes of other matches, which cannot be in this one.
@@ -295,10 +296,7 @@ class _Search:
     def _calls(self, want: Call, got: Any, bound: Bound) -> Iterator[tuple[Sequence[tuple[Any, Any]], Bound]]:
         """As `_ways`, of a call."""
         if not isinstance(got, Node) or got.target not in want.targets:
-            is_call = isinstance(got, Node) and got.op == "call_function"
-            op = op_name(got.target) if is_call else ""
-            op = str(got.target) if is_call and op == want.op else op
-            self._stop(bound, f"{text(got)} is {op or 'no call'}, not {want.op}")
+            self._stop(bound, f"{_kind(got, want)} stands where {want.op} is expected")
         elif got in self.taken:
             self._stop(bound, f"{got.name} is in an earlier match")
         elif any(value is got for part, value in bound.items() if isinstance(part, Call)):
@@ -329,7 +327,7 @@ class _Search:
                 outside.append((call, others[0]))
         if outside:
             call, reader = outside[0]
-            reason = f"{call.name} has a second user, {op_name(reader.target)} ({where(reader)})"
+            reason = f"{call.name} has a second user, {op_name(reader.target)}"
             self._miss(len(self.pattern.calls) - len(outside), reason, call.name, reader)
         return not outside
 
@@ -376,6 +374,14 @@ def _is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def _kind(value: Any, want: Call) -> str:
+    """A value in words, for one who expected a call; its overload where the op is the same."""
+    if not isinstance(value, Node) or value.op != "call_function":
+        return text(value)
+    name = op_name(value.target)
+    return str(value.target) if name == want.op else name
+
+
 def _filled(value: Any, values: Mapping[Any, Any]) -> Any:
     """A value of a function's trace with the parts of a graph in their places."""
     if isinstance(value, (list, tuple)):
@@ -383,6 +389,13 @@ def _filled(value: Any, values: Mapping[Any, Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _filled(each, values) for key, each in value.items()}
     return values[value] if isinstance(value, (Parameter, Step)) else value
+
+
+def _plain(value: Any) -> Any:
+    """A bound value for JSON; numbers and lists stay what they are."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else text(value)
 
 
 def text(value: Any) -> str:

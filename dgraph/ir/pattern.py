@@ -30,7 +30,7 @@ CASTS = frozenset(targets_of("to") + targets_of("_to_copy"))
 _SWAPS = ("add", "mul")
 """Ops of torch whose two operands may stand in either order."""
 
-_ALSO = {"truediv": "div", "view": "reshape"}
+_ALSO = {"truediv": "div", "floordiv": "floor_divide", "view": "reshape"}
 """Names of Python and of torch for an op that has another name in a canonical graph."""
 
 
@@ -61,7 +61,7 @@ class Step:
 
 
 class Cast(Step):
-    """A value that may be cast to another dtype: the cast, or the value where there is none."""
+    """A value that may be cast to another dtype: the cast, or the value without one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +127,9 @@ class Pattern:
     given. Twice the same parameter is twice the same. Constants of the function must stand in the graph. `...` is
     anything, and as the last argument any further ones.
 
-    An operator, a function of torch and `torch.ops.aten.add` stand for every overload of the op, and for its form that
-    counts rows on the device (`Op.live_form_of`). An overload, `torch.ops.aten.add.Tensor`, stands for itself. Sums and
+    An operator, a function of torch and `torch.ops.aten.add` stand for every overload of the op. They also stand for
+    its form that counts rows on the device (`Op.live_form_of`). An overload, `torch.ops.aten.add.Tensor`, stands for
+    itself. Sums and
     products match in both orders. Parts of several results are `a, b = f(x)` or `f(x)[1]`. Views and casts are calls
     like others, and none is passed over, but those by `Pattern.cast`.
 
@@ -136,7 +137,7 @@ class Pattern:
 
     Attributes:
         function: returns the last call, which gives the only value that others may read.
-        check: takes a `Match`, and returns the reason why it is none, or None.
+        check: takes a `Match`, and returns the reason to refuse it, or None.
         shared: calls before the last that others may read, too, by name: "silu", "linear_1". True: all of them.
 
     Raises:

@@ -82,7 +82,7 @@ class Report:
         """Count the matches of a pattern, and give them back.
 
         Args:
-            near: misses in which so many calls of the pattern stand are recorded as near misses; None for no miss.
+            near: calls of the pattern that must stand in a miss for it to be recorded as a near miss; None for no miss.
         """
         name = found.pattern.name
         self.matches[name] = self.matches.get(name, 0) + len(found)

@@ -111,6 +111,13 @@ def listing(graph: Graph) -> Listing:
     return Listing(graph, sections, outputs)
 
 
+def arguments_in(graph: Graph) -> Callable[[Any, int | None], Any]:
+    """Give a function that says how a node or constant reads as an argument of a call in a layer."""
+    lister = _Lister(graph)
+    lister.sections()
+    return lister._plain
+
+
 class _Lister:
     """Walks a graph once, front to back, and names its values."""
 
@@ -198,7 +205,7 @@ class _Lister:
             return Ref("input", base if own else node.meta["input"], layer if own else None)
         if _is_size(node):
             return Ref("size", self.graph.symbols.text(node.meta["val"]))
-        return self.names[node]
+        return self.names.get(node) or Ref("value", f"%{node.name}", node.meta["layer"])  # several results as one
 
     def _arguments(self, node: Node, layer: int | None) -> tuple[Any, ...]:
         """Arguments in order. An op's own layer, as a number, reads as `layer`, so that equal layers read alike."""
