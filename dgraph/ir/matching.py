@@ -87,9 +87,7 @@ class Match:
         made = new if isinstance(new, Node) else self._made(new, by)
         self.graph.replace(self.root, made)
         self._now[self.root] = made
-        for node in sorted({*self.nodes} - {self.root}, reverse=True):
-            if not node.users:
-                self.graph.fx.erase_node(node)
+        self.graph.drop_unread({*self.nodes} - {self.root})
         return made
 
     def _made(self, function: Callable[..., Any], by: str) -> Node:

@@ -284,12 +284,7 @@ class NodeList(Described):
 
     def sweep(self) -> int:
         """Remove unread calls that write nothing, unread inputs and weights; returns the number of removed calls."""
-        removed = 0
-        for node in reversed(self.calls):
-            op = op_of(node.target)
-            if not node.users and not (op is not None and op.mutates):
-                self.fx.erase_node(node)
-                removed += 1
+        removed = self.drop_unread(self.calls)
         for name in list(self.inputs):
             if not self.input(name).users:
                 self.drop_input(name)
@@ -298,6 +293,16 @@ class NodeList(Described):
                 self.fx.erase_node(node)
                 del self.tensors[name]
                 self.divided.pop(name, None)
+        return removed
+
+    def drop_unread(self, calls: Collection[Node]) -> int:
+        """Remove those of some calls that are unread and write nothing, the last one first; returns their number."""
+        removed = 0
+        for node in sorted(calls, reverse=True):
+            op = op_of(node.target)
+            if not node.users and not (op is not None and op.mutates):
+                self.fx.erase_node(node)
+                removed += 1
         return removed
 
     def propagate(self) -> None:
