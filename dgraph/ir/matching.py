@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, overload
 
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.ir.pattern import CASTS, Call, Cast, Parameter, Pattern, Step, traced
@@ -52,10 +52,12 @@ class Match:
         """
         if name not in self.bound:
             raise UnknownName(f"name in pattern {self.pattern.name}", name, self.bound)
-        value = self.bound[name]
-        while isinstance(value, Node) and value in self._now:
-            value = self._now[value]
-        return value
+        return map_arg(self.bound[name], self._current)
+
+    def _current(self, node: Node) -> Node:
+        while node in self._now:
+            node = self._now[node]
+        return node
 
     @property
     def values(self) -> tuple[Any, ...]:

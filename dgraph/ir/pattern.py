@@ -226,6 +226,7 @@ def traced(function: Callable[..., Any]) -> Traced:
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = Parameter(str(node.target))
+            taken[str(node.target)] = 0  # a call of that name is numbered
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         short = "cast" if node.target is Pattern.cast else _short(name, node)

@@ -355,6 +355,19 @@ def test_a_later_match_sees_what_an_earlier_one_became() -> None:
     assert ops_of(graph) == ["mul"] * 4
 
 
+def test_a_list_has_what_stands_there_now_and_a_parameter_may_have_the_name_of_an_op() -> None:
+    hand = Hand()
+    a, b = hand.input("a", "N", 2), hand.input("b", "N", 2)
+    inner = hand.call(aten.cat.default, [a, b], 1)
+    graph = hand.returns(y=hand.call(aten.cat.default, [inner, b], 1))
+    first, last = graph.match(lambda cat: torch.cat(cat, 1))
+    assert (first["cat"], first["cat_1"], last["cat"]) == ([a, b], inner, [inner, b])
+    made = first.replace(lambda cat: aten.concat.default(cat, 1), by="Test")
+    assert last["cat"] == [made, b]
+    last.replace(lambda cat: aten.concat.default(cat, 1), by="Test")
+    verify(graph, "Test")
+
+
 @pytest.mark.parametrize(
     ("function", "error", "said"),
     [
