@@ -1,7 +1,7 @@
 """The graph: what every pass reads and rewrites.
 
 A `Graph` is a straight line of calls over an `torch.fx.Graph`: weights first, then run-time inputs, then calls, then
-one output. `NodeList` has its nodes; this file has the rows that they run on.
+one output. `NodeList` has its nodes; this file has the rows that they run on, and the patterns that they make.
 
 Weights are inputs, never constants: a graph is a function of shapes alone, so equal layers are equal text.
 """
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Collection, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError, VerifyError
 from dgraph.ir.listed import Listed as Listed
+from dgraph.ir.matching import Matches, matches_of
 from dgraph.ir.node_list import NodeList
+from dgraph.ir.pattern import Pattern
 from dgraph.ops import OPS
 from dgraph.types.nodes import args_of
 from dgraph.types.shapes import Evaluator
@@ -32,6 +34,20 @@ DECISION = ("logits", "token")
 
 class Graph(NodeList):
     """A model's forward as a list of typed nodes, each over a row set or none; see `NodeList` for its attributes."""
+
+    def match(self, pattern: Pattern | Callable[..., Any], layer: int | None = None) -> Matches:
+        """The places where a pattern stands, in order, of one layer if given; and where it nearly does.
+
+        A call is in one match only, the first one, unless others may read it (`Pattern.shared`). `Match.replace` puts
+        something else in the place of a match.
+
+        Args:
+            pattern: the pattern, or a function that is one.
+
+        Raises:
+            InputError: the function is no pattern; see `Pattern`.
+        """
+        return matches_of(self, pattern if isinstance(pattern, Pattern) else Pattern(pattern), layer)
 
     def new_row_set(self) -> str:
         """A name for the row set that the next cut makes: K, K1, K2, ..."""

@@ -20,7 +20,7 @@ from dgraph.ops import op_of
 from dgraph.types.nodes import args_of, op_name
 
 if TYPE_CHECKING:
-    from dgraph.ir.node_list import NodeList
+    from dgraph.ir.graph import Graph
 
 Bound = Mapping[Parameter | Step, Any]
 
@@ -37,7 +37,7 @@ class Match:
         root: the node of its last call.
     """
 
-    graph: NodeList
+    graph: Graph
     pattern: Pattern
     bound: Mapping[str, Any]
     nodes: tuple[Node, ...]
@@ -201,7 +201,7 @@ class Matches(Sequence[Match]):
         return {"pattern": self.pattern.name, "matches": found, "misses": misses}
 
 
-def matches_of(graph: NodeList, pattern: Pattern, layer: int | None = None) -> Matches:
+def matches_of(graph: Graph, pattern: Pattern, layer: int | None = None) -> Matches:
     """See `Graph.match`."""
     targets = (graph.fx.find_nodes(op="call_function", target=target) for target in pattern.ends)
     taken: set[Node] = set()
@@ -216,12 +216,13 @@ def matches_of(graph: NodeList, pattern: Pattern, layer: int | None = None) -> M
             misses.append(tried)
             continue
         found.append(tried)
-        taken.update({tried.root, *(tried.bound[call.name] for call in pattern.calls if not pattern.may_share(call))})
+        shared = {tried.bound[step.name] for step in pattern.traced.steps if pattern.may_share(step)}
+        taken |= {tried.root, *({*tried.nodes} - shared)}
     return Matches(pattern, found, misses)
 
 
 def match_at(
-    graph: NodeList,
+    graph: Graph,
     pattern: Pattern,
     root: Node,
     taken: Collection[Node] = (),
@@ -245,16 +246,18 @@ class _Search:
     """
 
     def __init__(
-        self, graph: NodeList, pattern: Pattern, root: Node, taken: Collection[Node], now: dict[Node, Node]
+        self, graph: Graph, pattern: Pattern, root: Node, taken: Collection[Node], now: dict[Node, Node]
     ) -> None:
         self.graph, self.pattern, self.root, self.taken, self.now = graph, pattern, root, taken, now
         self.deepest = Miss(pattern, root, -1, "")
 
     def matches(self) -> Iterator[Match]:
         """Every match that the check accepts."""
-        for bound in self._solve([(self.pattern.traced.result, self.root)], {}):
-            match = self._match(bound)
-            if self._is_own(match):
+        traced = self.pattern.traced
+        for bound in self._solve([(traced.result, self.root)], {}):
+            steps = [s for s in traced.steps if isinstance(s, Call) or bound[s] is not _filled(s.args[0], bound)]
+            match = self._match(bound, steps)
+            if self._is_own(match, steps):
                 reason = self.pattern.check(match) if self.pattern.check is not None else None
                 if not reason:
                     yield match
@@ -309,26 +312,21 @@ class _Search:
                 else:
                     yield pairs, {want: got}
 
-    def _match(self, bound: Bound) -> Match:
-        traced = self.pattern.traced
-        values = {part.name: bound[part] for part in traced.parts}
-        there = [
-            step for step in traced.steps if isinstance(step, Call) or bound[step] is not _filled(step.args[0], bound)
-        ]
-        return Match(self.graph, self.pattern, values, tuple(bound[step] for step in there), self.root, self.now)
+    def _match(self, bound: Bound, steps: Sequence[Step]) -> Match:
+        values = {part.name: bound[part] for part in self.pattern.traced.parts}
+        return Match(self.graph, self.pattern, values, tuple(bound[step] for step in steps), self.root, self.now)
 
-    def _is_own(self, match: Match) -> bool:
+    def _is_own(self, match: Match, steps: Sequence[Step]) -> bool:
         """True if nothing else reads what stands before the last call."""
         outside = []
-        for call in self.pattern.calls:
-            node: Node = match.bound[call.name]
+        for step, node in zip(steps, match.nodes, strict=True):
             others = [user for user in node.users if user not in match.nodes]
-            if others and node is not self.root and not self.pattern.may_share(call):
-                outside.append((call, others[0]))
+            if others and node is not self.root and not self.pattern.may_share(step):
+                outside.append((step, others[0]))
         if outside:
-            call, reader = outside[0]
-            reason = f"{call.name} has a second user, {op_name(reader.target)}"
-            self._miss(len(self.pattern.calls) - len(outside), reason, call.name, reader)
+            step, reader = outside[0]
+            reason = f"{step.name} has a second user, {op_name(reader.target)}"
+            self._miss(len(self.pattern.calls) - len(outside), reason, step.name, reader)
         return not outside
 
     def _stop(self, bound: Bound, reason: str) -> None:

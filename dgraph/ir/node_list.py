@@ -12,7 +12,7 @@ Every node carries in `meta`:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,8 +22,6 @@ from torch.fx import Node
 
 from dgraph.errors import UnknownName, VerifyError
 from dgraph.families.adapters import Adapter
-from dgraph.ir.matching import Matches, matches_of
-from dgraph.ir.pattern import Pattern
 from dgraph.ops import OPS, Op, op_of, targets_of
 from dgraph.private.torch import OpOverload
 from dgraph.ranks.sharding import Part, Sharding
@@ -103,20 +101,6 @@ class NodeList(Described):
             raise UnknownName("op", op, {*OPS, *(op_name(n.target) for n in self.calls if op_of(n.target) is None)})
         found = [n for target in targets for n in self.fx.find_nodes(op="call_function", target=target)]
         return sorted(n for n in found if layer is None or n.meta["layer"] == layer)
-
-    def match(self, pattern: Pattern | Callable[..., Any], layer: int | None = None) -> Matches:
-        """The places where a pattern stands, in order, of one layer if given; and where it nearly does.
-
-        A call is in one match only, the first one, unless others may read it (`Pattern.shared`). `Match.replace` puts
-        something else in the place of a match.
-
-        Args:
-            pattern: the pattern, or a function that is one.
-
-        Raises:
-            InputError: the function is no pattern; see `Pattern`.
-        """
-        return matches_of(self, pattern if isinstance(pattern, Pattern) else Pattern(pattern), layer)
 
     def input(self, name: str) -> Node:
         """The placeholder of a run-time input.

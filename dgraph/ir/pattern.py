@@ -155,7 +155,7 @@ class Pattern:
         unread = [part.name for part in self.traced.parts if part not in read]
         if unread:
             raise InputError(f"pattern {self.name} never reads {', '.join(unread)}; leave that out.")
-        names = [call.name for call in self.calls]
+        names = [step.name for step in self.traced.steps]
         for name in self.shared if not isinstance(self.shared, bool) else ():
             if name not in names:
                 raise InputError(f"pattern {self.name}: shared names {name!r}; its calls are {', '.join(names)}.")
@@ -187,9 +187,9 @@ class Pattern:
             found, (end,) = (*CASTS,), end.args
         return (*found, *end.targets) if isinstance(end, Call) else ()
 
-    def may_share(self, call: Call) -> bool:
-        """True if calls outside may read a call before the last."""
-        return self.shared if isinstance(self.shared, bool) else call.name in self.shared
+    def may_share(self, step: Step) -> bool:
+        """True if calls outside may read what comes before the last call."""
+        return self.shared if isinstance(self.shared, bool) else step.name in self.shared
 
     @staticmethod
     def cast(value: Any) -> Any:

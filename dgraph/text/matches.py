@@ -13,6 +13,7 @@ from dgraph.ir.pattern import Pattern
 from dgraph.text.listing import Ref, arguments_in
 from dgraph.text.notation import ranges_text, show
 from dgraph.types.card import counted
+from dgraph.types.nodes import op_name
 
 MOST = 10
 """Near misses that a text has at most, layers that are alike as one."""
@@ -76,6 +77,8 @@ def _lines(found: Matches, names: _Names) -> Iterator[str]:
     count = "1 match" if len(found) == 1 else f"{len(found)} matches"
     near = "1 near miss" if len(found.misses) == 1 else f"{len(found.misses)} near misses"
     yield f"{found.pattern.name}: {count}, {near}"
+    if not found and not found.misses:
+        yield f"  the graph has no call of {op_name(found.pattern.ends[-1])}, the last one of the pattern"
     matches = list(_folded((match.layer, names.match(match)) for match in found))
     misses = list(_folded((miss.layer, names.miss(miss)) for miss in found.misses))
     shown = [*matches, *misses[:MOST]]

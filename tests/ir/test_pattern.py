@@ -214,6 +214,10 @@ def test_a_pattern_may_allow_a_cast() -> None:
     assert match["cast"].target is aten.to.dtype
     assert [node.target for node in match.nodes] == [aten.neg.default, aten.to.dtype, aten.silu.default]
     assert "reshape stands where neg" in reason(cast(lambda x: (aten.reshape.default, x, [-1])), pattern)
+    read = match.graph
+    read.set_outputs({**read.results(), "z": match["cast"]})
+    assert reason(read, pattern) == "1 of 2 nodes: cast has a second user, output"
+    assert len(read.match(Pattern(pattern.function, shared=["cast"]))) == 1
 
 
 def test_methods_are_ops_and_take_sizes_one_by_one() -> None:
@@ -462,9 +466,15 @@ def test_the_example_of_the_guide_runs(captured: Graph) -> None:
 def test_matches_as_text(captured: Graph, evicted: Graph) -> None:
     from dgraph.text.matches import text_of
 
+    def aten_gelu(x: Any) -> Any:
+        return F.gelu(x)
+
     @Pattern
     def normed_rotation(x: Any, weight: Any, eps: Any, cos: Any, sin: Any) -> Any:
         return ops.rope(ops.rms_norm(x, weight, eps), cos, sin)
 
-    texts = [text_of(g, [g.match(p) for p in (gated_unit, normed_rotation, split_unit)]) for g in (captured, evicted)]
+    texts = [
+        text_of(g, [g.match(p) for p in (gated_unit, normed_rotation, split_unit, aten_gelu)])
+        for g in (captured, evicted)
+    ]
     check_golden("matches.txt", "\n\n".join(texts) + "\n")
