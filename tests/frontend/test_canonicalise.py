@@ -237,6 +237,24 @@ def test_rope_halves_along_another_dimension_are_left_alone() -> None:
     assert "dgraph.rope" not in ops_of(graph)
 
 
+# -- repeated heads ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kept"), [(2, 2), (4, 2)], ids=["all heads", "two of four heads"])
+def test_heads_are_unrepeated_only_where_all_are_repeated(heads: int, kept: int) -> None:
+    hand = Hand()
+    q, x = hand.input("q", "b", 4, "t", D), hand.input("x", "b", heads, "t", D)
+    some = hand.call(aten.slice.Tensor, hand.call(aten.unsqueeze.default, x, 2), 1, 0, kept)
+    repeated = hand.call(aten.expand.default, some, [-1, -1, 2, -1, -1])
+    k = hand.call(aten.flatten.using_ints, repeated, 1, 2)
+    graph = hand.returns(y=hand.call(aten.scaled_dot_product_attention.default, q, k, k))
+    inputs = {"q": torch.randn(2, 4, 3, D), "x": torch.randn(2, heads, 3, D)}
+    before = interpret(graph, inputs)["y"]
+    canonicalise(graph)
+    torch.testing.assert_close(interpret(graph, inputs)["y"], before)
+    assert ("expand" in ops_of(graph)) == (kept < heads)
+
+
 # -- the table of angles -----------------------------------------------------------------------------------------
 
 
