@@ -205,7 +205,7 @@ def build_core(
         )
     mixed = MIXED_ROWS if settings.max_mixed_rows is None else settings.max_mixed_rows
     mixed = min(mixed, rows - 2 * block) if session.mixes else 0
-    decoding = (settings.decoding or Decoding()).for_model(spec)
+    decoding = (settings.decoding or Decoding()).for_model(spec, block)
     prepare([decoding])
     session.declare(decoding)
     longest, usual = _longest(tokens, spec), _usual(settings, session, tokens, decoding)

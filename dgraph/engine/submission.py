@@ -52,7 +52,7 @@ class RequestSpec:
         if self.request_id is not None and not isinstance(self.request_id, str):
             raise InputError(f"request_id is a text, or None to make one, got {self.request_id!r}.")
         spec, block, room = core.session.spec, core.shape.block, core.max_tokens
-        chosen = self.decoding.for_model(spec)
+        chosen = self.decoding.for_model(spec, block)
         if chosen.stop and core.tokenizer is None:
             raise InputError(
                 "the model came without a tokenizer, so texts in stop mean nothing; leave them out.", field="stop"

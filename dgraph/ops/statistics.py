@@ -27,12 +27,15 @@ class RowLogits:
     Attributes:
         logits: [R, V], z / T at the rows' temperature T (1 where it is 0), -inf for an id that is never produced.
         token: i64[R], the token that was chosen.
+        standing: i64[R], the token that stands at the position that the row predicts: the mask token where nothing is
+            decoded, -1 where the row predicts no position of the block.
         before: f32[R, W], the values that the statistic kept of the row when it was last projected.
         seen: bool[R], True if that was in this block; else `before` may hold anything.
     """
 
     logits: Tensor
     token: Tensor
+    standing: Tensor
     before: Tensor
     seen: Tensor
 
@@ -40,6 +43,13 @@ class RowLogits:
     def logprobs(self) -> Tensor:
         """Logarithm of p, [R, V]; -inf where p is 0."""
         return self.logits.log_softmax(-1)
+
+    @property
+    def current(self) -> Tensor:
+        """p of the token that stands, f32[R] (float64 of float64 logits); 0 of the mask token, and without one."""
+        there = (self.standing >= 0) & (self.standing < self.logits.shape[1])
+        found = self.logits.softmax(-1).gather(1, torch.where(there, self.standing, 0)[:, None])[:, 0]
+        return torch.where(there, found, 0.0)
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,22 @@ def _rest(logprobs: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Current(Statistic):
+    """The probability of the token that stands in a row, by which a rule that edits verifies it (WINO, 2507.18578).
+
+    Rules read it at decoded positions, as `candidates.need("current", self)`. It is 0 where a mask stands. Ranks that
+    hold a model together give it too.
+    """
+
+    name: ClassVar[str] = "current"
+    filler: ClassVar[float] = 0.0
+
+    def measure(self, rows: RowLogits) -> Tensor:
+        """See `Statistic.measure`."""
+        return rows.current
+
+
+@dataclass(frozen=True)
 class OtherToken(Statistic):
     """The most likely token apart from some ids (ties: lowest id), as a number.
 
@@ -178,8 +204,8 @@ class OtherToken(Statistic):
         return rows.logits.masked_fill(out, -torch.inf).argmax(-1).to(rows.logits.dtype)
 
 
-MARGIN, ENTROPY = Margin(), Entropy()
-BY_NAME: dict[str, Statistic] = {s.name: s for s in (MARGIN, ENTROPY, KL())}
+MARGIN, ENTROPY, CURRENT = Margin(), Entropy(), Current()
+BY_NAME: dict[str, Statistic] = {s.name: s for s in (MARGIN, ENTROPY, KL(), CURRENT)}
 """Statistics that a policy may ask for by name alone."""
 GIVEN: tuple[Statistic, ...] = (MARGIN, ENTROPY)
 """Statistics that dgraph::lm_head gives by itself."""
@@ -232,6 +258,7 @@ def measure_rows(
     temperature: Tensor,
     suppress: int,
     slot: Tensor,
+    standing: Tensor,
     state: Tensor,
     live: Tensor,
 ) -> Tensor:
@@ -244,6 +271,7 @@ def measure_rows(
         temperature, suppress: f32[R] and an id, as dgraph::lm_head takes them.
         slot: i64[R], the place of the row's position among the pages * page places of `state`; -1 for none. No two live
             rows have one place.
+        standing: i64[R], see `RowLogits`.
         state: f32[pages, page, 1 + W], see `kept_rows`.
         live: bool[R], rows with a candidate. The other rows may hold anything in all other arguments, and keep nothing.
     """
@@ -260,7 +288,7 @@ def measure_rows(
     values, kept, first = [], [torch.ones_like(held[:, :1])], 1
     for statistic in statistics:
         width = statistic.width(logits.shape[1])
-        rows = RowLogits(scaled, token, held[:, first : first + width], seen)
+        rows = RowLogits(scaled, token, standing, held[:, first : first + width], seen)
         values.append(statistic.measure(rows).to(scaled.dtype))
         if width:
             kept.append(statistic.keep(rows).to(state.dtype))

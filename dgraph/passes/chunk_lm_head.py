@@ -41,7 +41,7 @@ class ChunkLMHead(Pass):
     On a sharded graph each rank reduces the logits of its ids to 7 numbers a row (28 bytes). All ranks gather these
     numbers of all ranks and compute the same decision from them. No logits are gathered.
 
-        after   %3 = dgraph.lm_head_part(%2, lm_head.weight, None, ..., shard.first_id, 151936)    f32[K, 7]
+        after   %3 = dgraph.lm_head_part(%2, lm_head.weight, None, ..., shard.first_id, 151936)    f32[K, 8]
                 %4 = dgraph.all_gather(%3, 'tp', 2)                                        f32[K, 14]
                 %5 = dgraph.lm_head_combine(%4)                                            (i64[K], ...)
 

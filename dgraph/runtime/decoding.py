@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dgraph.errors import InputError
-from dgraph.runtime.policies import DecodeRule, Policy, chosen_policy, policy_of, policy_sampler
+from dgraph.runtime.policies import DecodeRule, Policy, bound, chosen_policy, policy_of, policy_sampler
 from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
 from dgraph.runtime.sampling.stops import check_stops
 from dgraph.settings import settings_of
@@ -111,12 +111,21 @@ class Decoding:
         """True if one of `RULE` is set."""
         return any(getattr(self, name) is not None for name in RULE)
 
-    def for_model(self, spec: ModelSpec) -> Decoding:
-        """Copy with the default rule of a model that no threshold decodes, unless a rule was chosen.
+    def for_model(self, spec: ModelSpec, block_length: int | None = None) -> Decoding:
+        """The settings as a decode of a model starts with them: its rule, bound to the model (`DecodeRule.bind`).
 
-        Canvases of random tokens (`spec.noise`) are decoded by `diffusion_gemma`.
+        Unless a rule was chosen, canvases of random tokens (`spec.noise`) are decoded by `diffusion_gemma`.
+
+        Args:
+            spec: the model.
+            block_length: of the decode; None for the setting, or that of the model.
         """
-        return replace(self, policy="diffusion_gemma") if spec.noise == "uniform" and not self.says_rule else self
+        chosen = replace(self, policy="diffusion_gemma") if spec.noise == "uniform" and not self.says_rule else self
+        block = block_length or self.block_length or spec.block_length
+        rule = bound(chosen.rule, replace(spec, block_length=block))
+        if rule is chosen.rule or rule == chosen.rule:
+            return chosen
+        return replace(chosen, policy=rule, threshold=None, steps=None)
 
     def changed(self, said: Mapping[str, Any]) -> Decoding:
         """Copy with other values, as `from_json` takes them. If one of `RULE` is given, the other two are reset.

@@ -197,10 +197,11 @@ def test_a_declared_workspace_is_what_the_reference_takes(name: str) -> None:
         torch.zeros(rows),
         torch.zeros(rows).long(),
     )
+    measured = torch.arange(rows), torch.arange(rows), torch.zeros(rows, 1, 2)
     args: dict[str, tuple[Any, ...]] = {
         "lm_head": (*head, 40, 3),
         "lm_head_part": (*head, 40, 3, False, torch.tensor([out]), 2 * out),
-        "lm_head_measured": (*head, 40, 3, False, torch.arange(rows), torch.zeros(rows, 1, 2), declare((ENTROPY,))),
+        "lm_head_measured": (*head, 40, 3, False, *measured, declare((ENTROPY,))),
         "experts": (
             draw(rows, width),
             torch.arange(rows * 2).remainder(4).reshape(rows, 2),

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from dgraph.errors import InputError
 from dgraph.ops import OPS
 from dgraph.ops.lm_head.lm_head import decode_logits, gumbel
+from dgraph.ops.statistics import CURRENT, declare, kept_rows
 
 lm_head = torch.ops.dgraph.lm_head
 
@@ -178,7 +179,13 @@ def test_max_num_logits_must_be_positive() -> None:
 
 
 def over_ranks(
-    world: int, h: Tensor, weight: Tensor, bias: Tensor | None, rows: tuple[Tensor, ...], suppress: int
+    world: int,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: tuple[Tensor, ...],
+    suppress: int,
+    current: Tensor,
 ) -> list[Tensor]:
     """The results of so many ranks, of which each has a part of the ids, filled up with ids that would win."""
     vocab = len(weight)
@@ -186,12 +193,16 @@ def over_ranks(
     high = torch.full((world * each - vocab,), 1e4)
     weight = torch.cat([weight, torch.zeros(len(high), weight.shape[1])])
     bias = torch.cat([torch.zeros(vocab) if bias is None else bias, high])
-    numbers = [
-        torch.ops.dgraph.lm_head_part(h, part, offset, *rows, 5, suppress, False, torch.tensor([rank * each]), vocab)
+    calls = [
+        (h, part, offset, *rows, 5, suppress, False, torch.tensor([rank * each]), vocab)
         for rank, (part, offset) in enumerate(zip(weight.split(each), bias.split(each), strict=True))
     ]
-    assert all(part.shape == (len(h), 7) for part in numbers)
-    return list(OPS["lm_head_combine"].reference(torch.cat(numbers, dim=1)))
+    several = [[torch.ops.dgraph.lm_head_part(*call, *stands) for call in calls] for stands in ((), (current,))]
+    assert all(part.shape == (len(h), 8) for numbers in several for part in numbers)
+    without, found = (list(OPS["lm_head_combine"].reference(torch.cat(numbers, dim=1))) for numbers in several)
+    assert not without.pop().any(), "no token stands anywhere"
+    assert all(map(torch.equal, without, found[:4]))
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 60])
@@ -201,8 +212,17 @@ def test_ranks_decide_what_one_does(world: int, temperature: float) -> None:
     h, weight, bias, masked = problem()
     bias[7] = 100.0
     rows = masked, temperature * (torch.arange(23) % 3 > 0), torch.arange(23) * 7919
-    want = lm_head(h, weight, bias, *rows, 1000, 7)
-    got = over_ranks(world, h, weight, bias, rows, 7)
+    stands = torch.arange(-1, 22) * 3 % len(weight)
+    stands[0] = -1
+    state = torch.zeros(23, 1, *kept_rows((CURRENT,), len(weight)).element[-1:])
+    more = False, torch.arange(23), stands, state, declare((CURRENT,))
+    want = torch.ops.dgraph.lm_head_measured(h, weight, bias, *rows, 1000, 7, *more)
+    p = F.linear(h, weight, bias).index_fill(1, torch.tensor([7]), -torch.inf)
+    p = (p / torch.where(rows[1] > 0, rows[1], 1.0)[:, None]).softmax(-1)
+    there = masked & (stands >= 0)
+    assert_close(want[4][there, 0], p[there, stands[there]], rtol=1e-4, atol=1e-6)
+    assert not want[4][~there].any()
+    got = over_ranks(world, h, weight, bias, rows, 7, stands)
     assert got[0].equal(want[0])
     assert not (got[0] == 7).any()
     assert_close(got[1:], list(want[1:]), rtol=1e-5, atol=1e-5)
@@ -211,7 +231,9 @@ def test_ranks_decide_what_one_does(world: int, temperature: float) -> None:
 def test_ranks_break_ties_by_the_lowest_id() -> None:
     h, zero = torch.randn(3, 6), torch.zeros(3)
     weight = torch.randn(1, 6).expand(8, 6).contiguous()
-    token, confidence, margin, _ = over_ranks(4, h, weight, None, (torch.ones(3).bool(), zero, zero.long()), 0)
+    rows = torch.ones(3).bool(), zero, zero.long()
+    token, confidence, margin, _, current = over_ranks(4, h, weight, None, rows, 0, torch.tensor([5, 0, 8]))
+    assert_close(current[:, 0], torch.tensor([1 / 7, 0, 0]))
     assert token.tolist() == [1, 1, 1]
     assert_close(confidence, torch.full((3,), 1 / 7))
     assert_close(margin, zero)

@@ -13,7 +13,18 @@ from torch.testing import assert_close
 
 from dgraph.errors import InputError
 from dgraph.ops.lm_head.lm_head import decode_logits
-from dgraph.ops.statistics import ENTROPY, KL, MARGIN, RowLogits, Statistic, declare, declared, kept_rows, measure_rows
+from dgraph.ops.statistics import (
+    CURRENT,
+    ENTROPY,
+    KL,
+    MARGIN,
+    RowLogits,
+    Statistic,
+    declare,
+    declared,
+    kept_rows,
+    measure_rows,
+)
 
 measured = torch.ops.dgraph.lm_head_measured
 
@@ -38,7 +49,7 @@ def test_kl_is_of_the_row_one_step_ago(heat: float, chunk: int) -> None:
     for masked, moved in (([1, 1, 1, 0], 0), ([1, 0, 1, 1], 0), ([1, 1, 1, 1], 2)):
         h, flags = torch.randn(4, 6, generator=generator), torch.tensor(masked).bool()
         at = slot + torch.tensor([moved, 0, 0, 0])
-        rows = h, weight, None, flags, temperature, seed, chunk, 3, False, at
+        rows = h, weight, None, flags, temperature, seed, chunk, 3, False, at, torch.full_like(at, -1)
         exact, coarse = (
             measured(*rows, state, declare([s]))[4][:, 0] for s, state in zip(statistics, states, strict=True)
         )
@@ -64,9 +75,19 @@ def test_margin_and_entropy_are_what_lm_head_gives() -> None:
     heat = torch.arange(9) % 3 * 0.6
     want = decode_logits(logits, heat, torch.arange(9), suppress=4)
     both = (MARGIN, ENTROPY)
-    rows = torch.arange(9), state_of(both, 9, 30), torch.ones(9).bool()
+    rows = torch.arange(9), torch.arange(9), state_of(both, 9, 30), torch.ones(9).bool()
     got = measure_rows(both, logits, want.token, heat, 4, *rows)
     assert_close(got, torch.stack([want.margin, want.entropy], dim=1))
+
+
+def test_the_probability_of_the_token_that_stands() -> None:
+    """0 of a mask, of no token, and of one that is never produced; else p at the row's temperature."""
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    heat, standing = torch.tensor([0.0, 0.5, 0.0, 0.0, 1.0]), torch.tensor([2, 7, 3, -1, 0])
+    where = torch.arange(5), standing, state_of((CURRENT,), 5, 8), torch.ones(5).bool()
+    got = measure_rows((CURRENT,), logits, torch.zeros(5).long(), heat, 3, *where)[:, 0]
+    p = (logits.index_fill(1, torch.tensor([3]), -torch.inf) / torch.where(heat > 0, heat, 1.0)[:, None]).softmax(-1)
+    assert_close(got, torch.stack([p[0, 2], p[1, 7], torch.zeros(()), torch.zeros(()), p[4, 0]]))
 
 
 def test_rows_that_are_no_candidates_keep_nothing_and_may_hold_anything() -> None:
@@ -77,7 +98,7 @@ def test_rows_that_are_no_candidates_keep_nothing_and_may_hold_anything() -> Non
     logits[1] = torch.nan
     slot = torch.tensor([0, 1, -1])
     for _ in range(2):
-        values = measure_rows(statistics, logits, torch.zeros(3).long(), torch.zeros(3), -1, slot, state, live)
+        values = measure_rows(statistics, logits, torch.zeros(3).long(), torch.zeros(3), -1, slot, slot, state, live)
     assert state[:, 0, 0].tolist() == [1, 0, 0]
     assert state[1:].eq(0).all()
     assert values[0] == 0.0
@@ -85,7 +106,7 @@ def test_rows_that_are_no_candidates_keep_nothing_and_may_hold_anything() -> Non
     kept = state.clone()
     for none in (torch.zeros(3).bool(), torch.tensor([False, True, True])):
         nowhere = torch.full_like(slot, -1)
-        measure_rows(statistics, logits, torch.zeros(3).long(), torch.zeros(3), -1, nowhere, state, none)
+        measure_rows(statistics, logits, torch.zeros(3).long(), torch.zeros(3), -1, nowhere, slot, state, none)
     assert torch.equal(state, kept), "nothing has a place"
 
 
@@ -105,7 +126,7 @@ def test_a_reduction_of_ones_own() -> None:
     masked, zeros = torch.tensor([1, 0, 1, 1, 0]).bool(), torch.zeros(5)
     mass = Mass(3)
     state, index = state_of((mass,), 5, 9), torch.arange(5)
-    found = measured(h, weight, None, masked, zeros, index, 2, -1, False, index, state, declare([mass]))[4]
+    found = measured(h, weight, None, masked, zeros, index, 2, -1, False, index, index, state, declare([mass]))[4]
     assert_close(found[masked, 0], F.linear(h, weight)[masked].softmax(-1)[:, :3].sum(-1))
 
 

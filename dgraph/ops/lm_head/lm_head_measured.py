@@ -11,7 +11,7 @@ from torch import Tensor
 from dgraph.ops.draws import pad_rows
 from dgraph.ops.lm_head import lm_head
 from dgraph.ops.registry import Sample, define, numeric
-from dgraph.ops.statistics import ENTROPY, KL, MARGIN, declare, declared, kept_rows, measure_rows
+from dgraph.ops.statistics import CURRENT, ENTROPY, KL, MARGIN, declare, declared, kept_rows, measure_rows
 
 CONTRACT = """\
 h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed: as dgraph::lm_head takes them
@@ -19,7 +19,8 @@ h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed:
 dgraph.ops.statistics.declare), one column for each, computed from the logits of a chunk before these are freed.
 slot i64[K]: the place of the row's position (see dgraph::row_slots), -1 for none; state f32[pages, page, 1 + W] holds
 there what the statistics keep of a row until it is projected again (see dgraph.ops.statistics.kept_rows). No two
-candidates have one place. Rows that are no candidates keep nothing.
+candidates have one place. Rows that are no candidates keep nothing. current i64[K]: the token that stands at the
+position that the row predicts, -1 for none; the statistics see it as RowLogits.standing, and nothing else reads it.
 measured is 0 for rows that are no candidates.
 Deterministic. Each statistic holds fp32 copies of one chunk's logits meanwhile."""
 
@@ -37,6 +38,7 @@ def reference(
     suppress: int,
     packed: bool,
     slot: Tensor,
+    current: Tensor,
     state: Tensor,
     statistics: str,
 ) -> Results:
@@ -45,7 +47,7 @@ def reference(
 
     def measure(rows: Tensor, logits: Tensor, token: Tensor) -> None:
         live = torch.ones_like(rows, dtype=torch.bool)
-        of_rows = temperature[rows], suppress, slot[rows]
+        of_rows = temperature[rows], suppress, slot[rows], current[rows]
         measured[rows] = measure_rows(chosen, logits, token, *of_rows, state, live)
 
     found = lm_head.decode_candidates(
@@ -70,7 +72,7 @@ def workspace(
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
-    chosen = (MARGIN, KL(top=3), ENTROPY)
+    chosen = (MARGIN, KL(top=3), ENTROPY, CURRENT)
     text = declare(chosen)
     for sample in lm_head.samples(generator):
         if sample.padded is None or sample.name.endswith(", packed"):
@@ -82,10 +84,11 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
         state[:, :, 0] = 0.0
         state[slot[::2], :, 0] = 1.0
         state[:, :, 1:4] = torch.arange(3.0)  # ids
+        current = torch.randint(-1, vocab, (k,), generator=generator)
         yield Sample(
             sample.name,
-            (*sample.args, False, slot, state, text),
-            (*sample.padded, False, pad_rows(slot, 3), state.clone(), text),
+            (*sample.args, False, slot, current, state, text),
+            (*sample.padded, False, pad_rows(slot, 3), pad_rows(current, 3), state.clone(), text),
         )
 
 

@@ -29,7 +29,7 @@ from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.rank_check import agree, agree_on_step
 from dgraph.runtime.loop.scripted_policy import check_script
-from dgraph.runtime.loop.step_inputs import STEP_INPUTS, declared
+from dgraph.runtime.loop.step_inputs import declared, given_inputs
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.loop.transition_cache import Transitions
@@ -127,8 +127,7 @@ class BlockSession:
         self._transitions = Transitions(pool, compiler)
         self._sequences = 1
         inputs = declared({name: program.inputs for name, program in programs.items()}).values()
-        given = (spec for spec in inputs if spec.carried or spec.name in STEP_INPUTS)
-        self._inputs = tuple(sorted(given, key=lambda spec: spec.name))
+        self._inputs = given_inputs(inputs)
         caches = [spec for spec in inputs if spec.per == "position"]
         written, size = programs["prefill"].inputs if "prefill" in programs else None, check_page_size(spec, page_size)
         self.kv = KVStore(caches, page_size=size, device=self.device, prefilled=written)
@@ -410,11 +409,12 @@ class BlockSession:
         if len(guides) > 1:
             raise InputError("requests with and without guidance (cfg_scale) cannot share a batch.")
         sampled = any(chosen.sampling.temperature > 0 or traits_of(chosen.rule).renoises for chosen in decodings)
-        given = self.block_cache, self.recommit, self.select_noise
-        config = BatchConfig(
-            PolicyMix.of([chosen.rule for chosen in decodings]), *given, sampled, self._inputs, guides.pop()
-        )
-        return config, self._programs_for(config.policy, any(chosen.sampling.needs_logits for chosen in decodings))
+        policy = PolicyMix.of([chosen.rule for chosen in decodings])
+        needs_logits = any(chosen.sampling.needs_logits for chosen in decodings)
+        read = {name: program.inputs for name, program in self._variant(policy, needs_logits).items()}
+        fixed = self.block_cache, self.recommit, self.select_noise
+        config = BatchConfig(policy, *fixed, sampled, given_inputs(declared(read).values()), guides.pop())
+        return config, self._programs_for(policy, needs_logits)
 
     def check(self, chosen: Decoding, block: int) -> None:
         """Check a decoding. Raises `InputError` if the session's programs cannot serve it."""

@@ -103,6 +103,13 @@ def _adapt(at: StepContext) -> Tensor:
     return _given(at.state.action)[at.rows.sequence] == REUSE
 
 
+def standing_tokens(rows: StepRows, state: DecodeState) -> Tensor:
+    """i64[N]: the token that stands at the position of the block that a row predicts, -1 where it predicts none."""
+    column = rows.column - state.block
+    inside = (column >= 0) & (column < state.block)
+    return torch.where(inside, state.block_tokens[rows.sequence, column.clamp(0, state.block - 1)], -1)
+
+
 def _drafted(at: StepContext) -> Tensor:
     return at.state.drafted(at.config.policy)[at.rows.sequence] & (at.rows.column >= 0) & at.rows.live
 
@@ -123,6 +130,8 @@ STEP_INPUTS: dict[str, StepInput] = {
     "candidate": StepInput(torch.bool, "row", lambda at: at.rows.candidate),
     # The row predicts a position of the current block.
     "in_block": StepInput(torch.bool, "row", _in_block),
+    # The token that stands at the position that the row predicts (the mask token of a mask), -1 without one.
+    "current": StepInput(torch.int64, "row", lambda at: standing_tokens(at.rows, at.state)),
     "cu_rows": StepInput(torch.int32, "offsets", lambda at: at.rows.cu_rows),
     # The row's prediction is a draft, which a later step verifies.
     "drafted": StepInput(torch.bool, "row", _drafted),
@@ -191,6 +200,11 @@ def initial_states(specs: Iterable[InputSpec], sequences: int, device: torch.dev
         for spec in specs
         if spec.carried
     }
+
+
+def given_inputs(specs: Iterable[InputSpec]) -> tuple[InputSpec, ...]:
+    """The declared inputs that the loop computes or carries, sorted by name."""
+    return tuple(sorted((s for s in specs if s.carried or s.name in STEP_INPUTS), key=lambda s: s.name))
 
 
 def declared(programs: Mapping[str, Mapping[str, InputSpec]]) -> dict[str, InputSpec]:

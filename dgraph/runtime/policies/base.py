@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from dgraph.ops.statistics import BY_NAME, GIVEN, Statistic, declare
 from dgraph.plans.papers import Paper
 from dgraph.runtime.policies.traits import Traits
 from dgraph.runtime.sampling.sampler import Sampler
+from dgraph.spec import ModelSpec
 
 ORIGINS = {
     "noise": "a uniform draw per position from the runtime",
@@ -228,6 +229,18 @@ class DecodeRule:
         """
         return None
 
+    def bind(self, spec: ModelSpec) -> Self:
+        """The rule of one decode, with what it must know of the model; called once, before the decode starts.
+
+        It reads the mask token, the stop tokens and the block length of the decode from `spec`, and returns a rule that
+        has them as fields: `replace(self, end_ids=spec.eos_ids)`. A field that the caller has set stays, so binding a
+        bound rule changes nothing.
+
+        Args:
+            spec: the model, with the block length of the decode.
+        """
+        return self
+
     def choose(self, candidates: Candidates) -> Tensor:
         """See `Policy.choose`."""
         raise NotImplementedError
@@ -339,6 +352,20 @@ def is_value(value: object) -> bool:
     compared = {f.name for f in fields(value) if f.compare}  # type: ignore[arg-type]
     held = {*getattr(value, "__dict__", {}), *(f.name for f in fields(value))}  # type: ignore[arg-type]
     return held == compared and all(is_value(getattr(value, name)) for name in compared)
+
+
+def bound(policy: Policy, spec: ModelSpec) -> Policy:
+    """The policy as `DecodeRule.bind` returns it; a policy without `bind` as it is.
+
+    Raises:
+        InputError: bind returns another kind of object.
+    """
+    bind = getattr(policy, "bind", None)
+    found: Policy = policy if bind is None else bind(spec)
+    if type(found) is not type(policy):
+        name = type(policy).__name__
+        raise InputError(f"{name}.bind(spec) returns a {name}, got {found!r}; return self, or replace(self, ...).")
+    return found
 
 
 def policy_sampler(policy: Policy) -> Sampler:

@@ -20,12 +20,14 @@ from dgraph.runtime.policies.base import (
     Carried,
     DecodeRule,
     Policy,
+    bound,
     carries_of,
     policy_key,
     statistics_of,
 )
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
 from dgraph.runtime.policies.traits import Traits, traits_of
+from dgraph.spec import ModelSpec
 
 T = TypeVar("T")
 
@@ -99,6 +101,10 @@ class PolicyMix:
         """PolicyMix of the policies' kinds, in the order of their first occurrence."""
         kinds = tuple(map(kind_of, policies))
         return cls(tuple(kind for number, kind in enumerate(kinds) if _place(kind, kinds) == number))
+
+    def bind(self, spec: ModelSpec) -> PolicyMix:
+        """See `DecodeRule.bind`, of every kind."""
+        return PolicyMix(tuple(bound(kind, spec) for kind in self.kinds))
 
     @property
     def policy_key(self) -> Hashable:

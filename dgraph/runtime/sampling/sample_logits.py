@@ -10,6 +10,7 @@ from torch import Tensor
 from dgraph.errors import LoweringError
 from dgraph.ops.kv.row_slots import reference as row_slots
 from dgraph.ops.statistics import kept_rows, measure_rows
+from dgraph.runtime.loop.step_inputs import standing_tokens
 from dgraph.runtime.loop.transition import FILLERS, StepTransition
 from dgraph.runtime.policies import statistics_of
 from dgraph.runtime.sampling.sampler import LogitsDecoder, RowContext, Sampler
@@ -123,7 +124,9 @@ class Decide:
             memory = caches[kept_rows(asked, self._spec.vocab).name]
             slot = row_slots(rows.positions, caches["page_table"], rows.cu_rows, memory)[at]
             live = torch.ones_like(at, dtype=torch.bool)
-            values = measure_rows(asked, logits[entry], found["token"], heat, self._spec.mask_id, slot, memory, live)
+            standing = standing_tokens(rows, state)[at]
+            given = heat, self._spec.mask_id, slot, standing, memory, live
+            values = measure_rows(asked, logits[entry], found["token"], *given)
             found["measured"] = values.float()
         for name, values in found.items():
             if name not in decided:

@@ -16,7 +16,7 @@ from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of, positions_of
 from dgraph.ops.kv.scales import FLOAT8
 from dgraph.ops.padded import sequence_of, slots_of
 from dgraph.ops.selection.compare_rows import nearby
-from dgraph.ops.statistics import ENTROPY, KL, MARGIN, declare, kept_rows
+from dgraph.ops.statistics import CURRENT, ENTROPY, KL, MARGIN, declare, kept_rows
 
 Call = tuple[Any, ...]
 
@@ -288,13 +288,14 @@ def heading(
 def heading_part(rows: int, first: int, ids: int, **options: Any) -> Call:
     """As `heading`, the ids of one rank; the suppressed one would win among them."""
     *call, suppress = heading(rows, **options)
-    return (*call, first + suppress if suppress >= 0 else -1, False, torch.tensor([first]), ids)
+    stands = torch.randint(-1, ids, (rows,), generator=torch.Generator().manual_seed(2))
+    return (*call, first + suppress if suppress >= 0 else -1, False, torch.tensor([first]), ids, stands)
 
 
 def measuring(rows: int, **options: Any) -> Call:
     """As `heading`, with statistics; every other row was seen before."""
     call = heading(rows, **options)
-    chosen = (KL(top=3), MARGIN, ENTROPY)
+    chosen = (KL(top=3), MARGIN, ENTROPY, CURRENT)
     width = kept_rows(chosen, len(call[1])).element[-1]
     generator = torch.Generator().manual_seed(1)
     state = torch.rand(rows + 3, 1, width, generator=generator).neg() - 2  # log-probabilities
@@ -302,7 +303,8 @@ def measuring(rows: int, **options: Any) -> Call:
     state[:, :, 1:4] = torch.arange(3.0)  # ids
     slot = torch.randperm(rows + 3, generator=generator)[:rows]
     slot[::7] = -1
-    return (*call, False, slot, state, declare(chosen))
+    stands = torch.randint(-1, len(call[1]), (rows,), generator=generator)
+    return (*call, False, slot, stands, state, declare(chosen))
 
 
 def product(

@@ -73,7 +73,7 @@ class Share(NamedTuple):
     """A rank's share of the vocabulary, and where its numbers go; see dgraph::lm_head_part.
 
     Attributes:
-        numbers: f32[N, 7].
+        numbers: f32[N, 8].
         first: i64[1], the id of the first logit.
         vocab: number of ids in the whole vocabulary.
     """
@@ -102,11 +102,11 @@ def kernel(
     return decode_candidates(h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed, listed)
 
 
-Measure = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+Measure = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 """Function that takes a chunk of R rows.
 
 Its arguments are the numbers of the rows, i32 or i64[R]; flags bool[R] of candidates, all else may be anything; the
-logits [R, V]; and the tokens i64[N] of all rows."""
+logits [R, V]; and the tokens i64[N] of all rows, None for a share."""
 
 
 def decode_candidates(
@@ -181,8 +181,8 @@ def _all_rows(
         token, confidence, margin, entropy = (None if x is None else x[part] for x in found)
         of_share = None if share is None else share._replace(numbers=share.numbers[part])
         reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy, share=of_share)
-        if measure is not None and (tokens := found[0]) is not None:
-            measure(torch.arange(part.start, part.stop, device=h.device), rows[0], logits, tokens)
+        if measure is not None:
+            measure(torch.arange(part.start, part.stop, device=h.device), rows[0], logits, found[0])
         del logits  # or two chunks would be alive at once
 
 
@@ -215,7 +215,7 @@ def _listed_rows(
         logits = rows_linear.kernel(some, weight, bias, part.counts)
         of_rows = candidate, temperature, seed, suppress, token, confidence, margin, entropy
         reduce_logits(logits, *of_rows, listed=part, share=share)
-        if measure is not None and token is not None:
+        if measure is not None:
             live = torch.arange(len(logits), device=h.device) < part.counts[-1]
             measure(part.rows[: len(logits)], live, logits, token)
         del some, logits  # or two chunks would be alive at once
@@ -371,11 +371,11 @@ def _combine(
         tl.store(margin_ptr + row, (1.0 - tl.exp(runner - highest)) / mass)
         tl.store(entropy_ptr + row, tl.log(mass) + distance / mass)
     else:
-        numbers_ptr += row * 7
+        numbers_ptr += row * 8
         tl.store(numbers_ptr, highest)
         tl.store(numbers_ptr + 1, runner)
         tl.store(numbers_ptr + 2, mass)
         tl.store(numbers_ptr + 3, distance)
         tl.store(numbers_ptr + 4, tl.maximum(tl.max(best), -1e30))
         tl.store(numbers_ptr + 5, tl.maximum(logit, -1e30))
-        tl.store(numbers_ptr + 6, token.to(tl.float32))
+        tl.store(numbers_ptr + 7, token.to(tl.float32))

@@ -20,6 +20,7 @@ def kernel(
     suppress: int,
     packed: bool,
     slot: Tensor,
+    current: Tensor,
     state: Tensor,
     statistics: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -27,10 +28,11 @@ def kernel(
     chosen = declared(statistics)
     measured = torch.zeros((len(candidate) + 1, len(chosen)), dtype=torch.float32, device=h.device)
 
-    def measure(rows: Tensor, live: Tensor, logits: Tensor, token: Tensor) -> None:
+    def measure(rows: Tensor, live: Tensor, logits: Tensor, token: Tensor | None) -> None:
+        assert token is not None, "a program without shares decides tokens"
         # Rows after the last of a list may hold any number; their values go to a row that is never read.
         row = torch.where(live, rows, 0)
-        of_rows = temperature[row], suppress, slot[row]
+        of_rows = temperature[row], suppress, slot[row], current[row]
         values = measure_rows(chosen, logits, token[row], *of_rows, state, live)
         measured.index_put_((torch.where(live, row, len(candidate)),), values)
 
