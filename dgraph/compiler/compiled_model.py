@@ -35,7 +35,7 @@ from dgraph.passes.measure_rows import MeasureRows
 from dgraph.private.triton import target_of
 from dgraph.ranks.groups import ranks_of
 from dgraph.recipes import Recipe
-from dgraph.runtime.checks import canvases_of, check_modes, ids_of
+from dgraph.runtime.checks import canvases_of, check_modes, either, ids_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
 from dgraph.runtime.kv.store import page_size_for
@@ -241,8 +241,7 @@ class CompiledModel(Described):
             InputError: a prompt or setting that cannot be used; nothing has run then.
         """
         check_keywords("setting of Decoding", settings, _DECODING, arguments_of(CompiledModel.generate))
-        if (prompts is None) == (input_ids is None):
-            raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
+        either(prompts, input_ids)
         chosen = Decoding.of(decoding, settings).for_model(self.spec)
         if chosen.stop and self.model.tokenizer is None:
             raise InputError(

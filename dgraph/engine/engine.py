@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from dgraph.engine.core import EngineCore
 from dgraph.engine.io.event_loop import EventLoopBridge, weakly
 from dgraph.engine.io.events import Event, Response, into, next_end
@@ -25,7 +27,7 @@ from dgraph.engine.submission import RequestSpec
 from dgraph.engine.thread import EngineClosed, EngineThread
 from dgraph.errors import EngineBusy, InputError
 from dgraph.errors.former import former_attribute
-from dgraph.runtime.checks import canvases_of, listed
+from dgraph.runtime.checks import canvases_of, either, ids_of, listed
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.label_scoring import Question
 from dgraph.runtime.sampling.stops import Decoder
@@ -249,9 +251,10 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[Sequence[int]] | None = None,
         decoding: Decoding | Sequence[Decoding] | None = None,
         *,
+        input_ids: Sequence[Sequence[int]] | Tensor | None = None,
         canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None = None,
         progress: Callable[[int, int], None] | None = None,
         **settings: Any,
@@ -260,6 +263,7 @@ class Engine:
 
         Args:
             prompts: one text or several, or ids of each.
+            input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
             decoding: how, for all or for each; settings: instead, its fields by keyword.
             canvas: of one text, what is fixed of its response; of several prompts, of each (see `submit`).
             progress: called with (requests that ended, requests in all).
@@ -268,7 +272,8 @@ class Engine:
         """
         if own := sorted({"sink", "index"} & settings.keys()):
             raise InputError(f"generate gives requests their {' and '.join(own)}; submit takes one for a request.")
-        several = listed(prompts)
+        either(prompts, input_ids)
+        several = ids_of(input_ids) if prompts is None else listed(prompts)
         each = list(decoding) if isinstance(decoding, Sequence) else [decoding] * len(several)
         if len(each) != len(several):
             raise InputError(f"give one decoding, or one for each of {len(several)} prompts, got {len(each)}.")
@@ -297,14 +302,7 @@ class Engine:
             for name in names:
                 self.cancel(name)
             raise
-        return [self._response(events) for events in pieces]
-
-    def _response(self, events: Sequence[Event]) -> Response:
-        text = "".join(event.text for event in events) if self.tokenizer is not None else None
-        ids = [token for event in events for token in event.token_ids]
-        steps = [step for event in events for step in event.step_map]
-        sure = [each for event in events for each in event.confidence]
-        return Response(text, ids, steps, sure, str(events[-1].finish_reason), events[-1].usage)
+        return [Response.of(events, self.tokenizer is not None) for events in pieces]
 
     def decide(
         self,

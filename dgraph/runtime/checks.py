@@ -281,6 +281,12 @@ def ids_of(input_ids: Sequence[Sequence[int]] | Tensor | None) -> list[list[int]
         raise InputError(f"input_ids must be a list of ids per prompt, got {input_ids!r}; wrap a single one.") from None
 
 
+def either(prompts: object, input_ids: object) -> None:
+    """Raise `InputError` unless a call was given texts or ids, and not both."""
+    if (prompts is None) == (input_ids is None):
+        raise InputError("give either prompts (texts) or input_ids, not both and not neither.")
+
+
 def listed(prompts: str | Iterable[Any]) -> list[Any]:
     """Prompts as a list; a text is a list of one.
 

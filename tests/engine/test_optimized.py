@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
 
 import dgraph
 from dgraph.compiler.compiled_model import CompiledModel
@@ -58,6 +59,21 @@ def test_an_engine_says_what_generate_says(made: CompiledModel, settings: dict[s
     assert sum(stats.finished.values()) == stats.admitted == 3
     assert stats.completion_tokens == sum(map(len, wanted.token_ids))
     assert stats.pages == stats.free_pages
+
+
+def test_ids_in_the_place_of_texts(made: CompiledModel) -> None:
+    ids = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    wanted = made.generate(input_ids=ids, max_new_tokens=8).token_ids
+    with made.engine(max_sequences=2, max_tokens=160) as engine:
+        for given in (ids, torch.tensor(ids)):
+            assert [one.token_ids for one in engine.generate(input_ids=given, max_new_tokens=8)] == wanted
+        for both in ({}, {"prompts": "Sort: b a", "input_ids": ids}):
+            with pytest.raises(
+                InputError, match=r"give either prompts \(texts\) or input_ids, not both and not neither"
+            ):
+                engine.generate(**both)
+        with pytest.raises(InputError, match="input_ids must be a list of ids per prompt, got 5; wrap a single one"):
+            engine.generate(input_ids=5)
 
 
 def test_fixed_tokens_come_back_in_their_places(made: CompiledModel) -> None:

@@ -61,8 +61,6 @@ class Watched:
         return self.rule.choose(candidates)
 
 
-
-
 def run(tiny: TinyModel, recipe: Any, policy: Any, ids: list[list[int]] | None = None) -> list[list[int]]:
     return tiny.optimized(recipe).generate(input_ids=ids or prompts(tiny), max_new_tokens=NEW, policy=policy).token_ids
 

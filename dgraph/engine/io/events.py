@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dgraph.engine.io.timings import Served
@@ -93,6 +93,15 @@ class Response:
     confidence: list[float]
     finish_reason: str
     usage: Usage
+
+    @classmethod
+    def of(cls, events: Sequence[Event], has_text: bool) -> Response:
+        """The response that a request's events tell, up to the last."""
+        text = "".join(event.text for event in events) if has_text else None
+        ids = [token for event in events for token in event.token_ids]
+        steps = [step for event in events for step in event.step_map]
+        sure = [each for event in events for each in event.confidence]
+        return cls(text, ids, steps, sure, str(events[-1].finish_reason), events[-1].usage)
 
 
 def into(arrived: queue.SimpleQueue[tuple[int, Event]], index: int) -> Callable[[Event], None]:
