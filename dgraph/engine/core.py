@@ -23,7 +23,7 @@ from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
-from dgraph.runtime.policies import PolicyMix, kind_of, policy_key, traits_of
+from dgraph.runtime.policies import PolicyMix, carries_of, kind_of, policy_key, traits_of
 from dgraph.runtime.requests import (
     Request,
     Shape,
@@ -292,11 +292,12 @@ class EngineCore:
             # It goes on at the block that it is in: all before that is a prompt now.
             one = batch.running[slot]
             # With tokens that are fixed in later blocks, a model of two modes begins these elsewhere after a prompt.
+            lasts = any(each.lasts == "sequence" for each in carries_of(now.decoding.rule))
             begins_elsewhere = self.session.spec.two_modes and any(token is not None for token in now.canvas)
-            if one.start > len(now.ids) and not begins_elsewhere:
+            if one.start > len(now.ids) and not begins_elsewhere and not lasts:
                 # A block that begins with the token of the forward before it begins with that forward again.
                 steps = one.began - 1 if self.session.spec.next_token else one.began
-                again = now.after(self._script.tokens(slot, len(now.ids), one.start), steps)
+                again = now.after(self._script.tokens(slot, len(now.ids), one.start), steps, one.end)
         batch.retire([slot])
         ticket.going_on, ticket.slot = again, -1
         ticket.rows_before, ticket.rows = ticket.rows_before + ticket.rows, 0
@@ -350,7 +351,7 @@ class EngineCore:
     def _facts(self, ticket: EngineRequest, report: Report, took: int, prompt: int) -> Facts:
         slot, block = ticket.slot, self.shape.block
         assert self._batch is not None
-        left, end = self._batch.running[slot].left, ticket.going_on.end
+        left, end = self._batch.running[slot].left, int(report.end[slot])
         if not report.active[slot]:
             return Facts(took, 0, False, 0, 0, prompt=prompt)
         start, wanted = int(report.start[slot]), int(report.wanted[slot])
@@ -403,7 +404,8 @@ class EngineCore:
         slot, request = ticket.slot, ticket.request
         ticket.rows = int(report.kept_rows[slot])
         ended = not report.active[slot]
-        reach = request.end if ended else settled_end(request, int(report.start[slot]))
+        end = int(report.end[slot])
+        reach = end if ended else settled_end(request, int(report.start[slot]), end)
         known = len(request.ids) + len(ticket.said)
         ids = self._script.response(slot, known, reach, self.session.spec.eos_ids, request.stops_from)
         # The next token is a stop token or a mask, or does not exist.
@@ -428,7 +430,7 @@ class EngineCore:
             return None
         ticket.drafted, start = step, int(report.shown_start[slot])
         first = max(start, len(request.ids))
-        at = slice(first - start, min(self.shape.block, request.end - start))
+        at = slice(first - start, min(self.shape.block, int(report.end[slot]) - start))
         shown, sure, kept = (tuple(each[slot, at].tolist()) for each in (report.shown, report.confidence, report.kept))
         return Draft(first - len(request.ids), shown, sure, kept, step)
 

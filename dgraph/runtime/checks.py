@@ -17,7 +17,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.step_inputs import STEP_INPUTS, declared
-from dgraph.runtime.policies import Policy, check_needs, statistics_of, traits_of
+from dgraph.runtime.policies import Policy, check_needs, statistics_of, traits_of, widest_tail
 from dgraph.runtime.requests import Canvas
 from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.spec import ModelSpec
@@ -173,7 +173,7 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
     statistics = {s.name for s in GIVEN if logits or s.name in outputs}
     if logits or "measured" in outputs:
         statistics |= {s.name for s in statistics_of(policy)}
-    check_needs(policy, {"noise", "order", "forwards", "editable", "passes"} | statistics)
+    check_needs(policy, {"noise", "order", "forwards", "editable", "passes", "room", "tail"} | statistics)
     if (size := getattr(policy, "sub_block", None)) is not None:
         others = {f"block_cache={block_cache!r}": block_cache != "off", "evicts rows": "kept" in outputs}
         if found := [what for what, there in {**others, f"has {plan}": plan is not None}.items() if there]:
@@ -183,6 +183,12 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
                 f"Use 'dense' with block_cache='off', or leave out cached=True.",
                 field="policy",
             )
+    if widest_tail(policy) and "kept" in outputs:
+        raise InputError(
+            f"{type(policy).__name__} reads predictions for the end of a response, but this recipe evicts rows, by how "
+            f"the candidates of the block attend; use a recipe that evicts none.",
+            field="policy",
+        )
     if not traits_of(policy).edits:
         return
     if block_cache != "off":
@@ -222,6 +228,20 @@ def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
             f"temperature={sampler.temperature}: {type(policy).__name__} draws at temperatures of its own; set its "
             f"t_min and t_max.",
             field="temperature",
+        )
+    traits, tail = traits_of(policy), widest_tail(policy)
+    if (traits.inserts or tail) and spec.attention != "bidirectional":
+        does = "inserts masks" if traits.inserts else "reads predictions for the end of a response"
+        raise InputError(
+            f"{type(policy).__name__} {does}, which takes a bidirectional model; the rows of {spec.family} do not see "
+            f"what comes after their block. Use LLaDA or Dream, or a rule without that.",
+            field="policy",
+        )
+    if traits.extends and spec.noise == "uniform":
+        raise InputError(
+            f"{type(policy).__name__} extends responses, but {spec.family} draws canvases of one length; set "
+            f"max_new_tokens.",
+            field="policy",
         )
     if traits_of(policy).autoregressive and spec.encoding != "causal":
         raise InputError(

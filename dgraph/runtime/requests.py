@@ -30,6 +30,7 @@ class Request:
         shared: KV pages that its prompt begins with, which hold its keys already.
         steps, decoded: steps that it has had before, and tokens that they decoded, if it was preempted and goes on.
         canvas: fixed tokens of the response, None at positions to decode; all positions after it are decoded.
+        length: tokens of its response when it goes on, if it was preempted after it had grown; None: the first length.
     """
 
     ids: Sequence[int]
@@ -39,6 +40,7 @@ class Request:
     steps: int = 0
     decoded: int = 0
     canvas: Canvas = ()
+    length: int | None = None
 
     @classmethod
     def of(cls, ids: Sequence[int], decoding: Decoding, index: int, canvas: Canvas, spec: ModelSpec) -> Request:
@@ -49,8 +51,11 @@ class Request:
             decoding, canvas = replace(decoding, max_new_tokens=end), canvas[:end]
         return cls(ids, decoding, index, canvas=canvas)
 
-    def after(self, tokens: Sequence[int], steps: int) -> Request:
-        """Rest of the request after `steps` steps: these first tokens of its response become part of the prompt."""
+    def after(self, tokens: Sequence[int], steps: int, end: int) -> Request:
+        """Rest of the request after `steps` steps: these first tokens of its response become part of the prompt.
+
+        end: the position where its response ended then.
+        """
         done = len(tokens)
         new, least = self.decoding.max_new_tokens - done, max(0, self.decoding.min_tokens - done)
         decoding = replace(self.decoding, max_new_tokens=new, min_tokens=least)
@@ -62,6 +67,7 @@ class Request:
             steps=steps,
             decoded=decoded,
             canvas=self.canvas[done:],
+            length=end - len(self.ids) - done,
         )
 
     @property
@@ -74,6 +80,15 @@ class Request:
     def free(self) -> int:
         """Tokens of its response that are to be decoded, at most."""
         return self.decoding.max_new_tokens - sum(token is not None for token in self.canvas)
+
+    @property
+    def first_length(self) -> int:
+        """Tokens of its response before its first step."""
+        most, rule, first = self.decoding.max_new_tokens, self.decoding.rule, self.length
+        if first is None:
+            said = getattr(rule, "first_length", None) if traits_of(rule).extends else None
+            first = most if said is None else max(said, self.decoding.min_tokens, len(self.canvas) + 1)
+        return min(most, first)
 
     @property
     def end(self) -> int:
@@ -98,6 +113,7 @@ class SlotState:
         steps: steps that were launched for it.
         start: start of its block by the last report in which it changed.
         began: steps that it had had by that report.
+        end: end of its response by that report.
         mixed: True if its first step encodes the rest of its prompt.
     """
 
@@ -108,6 +124,7 @@ class SlotState:
     steps: int = 0
     start: int = 0
     began: int = 0
+    end: int = 0
     mixed: bool = False
 
     @property
@@ -221,9 +238,11 @@ def first_cached(prompt: int, block: int, spec: ModelSpec, packed: PackedKV | No
     return packed.plan.kept_from(prompt, block if spec.aligned else 1)
 
 
-def settled_end(request: Request, start: int) -> int:
-    """End of the positions whose committed tokens are final, while the block begins at `start`.
+def settled_end(request: Request, start: int, end: int) -> int:
+    """End of the positions whose committed tokens are final, while the block begins at `start` and the response ends
+    at `end`.
 
-    Policies that edit can still replace those of the block.
+    Policies that edit can still replace those of the block, and those that insert move them.
     """
-    return min(request.end, start) if traits_of(request.decoding.rule).edits else request.end
+    traits = traits_of(request.decoding.rule)
+    return min(end, start) if traits.edits or traits.inserts else end

@@ -28,6 +28,7 @@ from tests.amounts import drawn
 from tests.engine.driven import Asked, Letters, Turns, alone, filled
 from tests.runtime.fake import MASK, FakeProgram, first_key, make_session
 from tests.runtime.recorder import Recorder
+from tests.runtime.test_growth import Growing, Patient
 
 BLOCK = 4
 LONGEST = 5 * BLOCK
@@ -49,6 +50,7 @@ RULES: list[dict[str, Any]] = [
     {"policy": "factor"},
     {"policy": "relative_threshold"},
     {"policy": "hierarchical"},
+    {"policy": Growing(2, 2)},
 ]
 SECOND_THOUGHTS: list[dict[str, Any]] = [
     {"policy": "hierarchical_remask"},
@@ -482,6 +484,17 @@ def test_who_gives_way_says_the_same_later(kind: str) -> None:
     rows, heard = list(turns.core.stages.rows.values())[-1], sum(told.events[-1].usage.rows for told in turns.told)
     rows -= turns.core.totals.mixed_rows
     assert 0 <= rows - heard <= turns.core.totals.preempted * 2 * BLOCK
+
+
+@pytest.mark.parametrize("policy", [Growing(5, 1), Patient(5, 1)], ids=str)
+def test_who_gives_way_after_it_has_grown_says_the_same_later(policy: Growing) -> None:
+    """It goes on with the length that it had when its block began, or from the start if its rule carries something."""
+    asked = [Asked(PROMPTS[n], Decoding(max_new_tokens=18, policy=policy, ignore_eos=True)) for n in range(4)]
+    turns = served(
+        "step", asked, {"max_sequences": 4, "max_tokens": 32, "kv_bytes": 9 * PAGE_BYTES, "scheduler": "fcfs"}
+    )
+    assert turns.core.totals.preempted > 0
+    assert max(len(told.token_ids) for told in turns.told) > policy.first
 
 
 @pytest.mark.parametrize("average", ["average", "sequence_average"])

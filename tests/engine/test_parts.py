@@ -23,7 +23,8 @@ from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.policies import PolicyMix
 from dgraph.runtime.requests import Request
 from dgraph.runtime.sampling.stops import trim
-from dgraph.runtime.state.base import OUT, REPORT
+from dgraph.runtime.state.base import OUT
+from dgraph.runtime.state.report import REPORT
 from tests.engine.driven import PIECES, Letters
 from tests.runtime.fake import caches, make_session
 

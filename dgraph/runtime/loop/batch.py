@@ -152,6 +152,7 @@ class Batch:
             shares = len(request.shared) * self.kv.page_size
             start = prompt if self.causal else len(request.ids)
             self.running[slot] = SlotState(request, mine, prompt, shares, start=start, began=request.steps)
+            self.running[slot].end = len(request.ids) + request.first_length
         self._tables.changed(slots)
         if self.packed is not None:  # after `running` is set: if memory runs out, running requests are retired
             self.packed.open(slots, candidates)
@@ -314,10 +315,10 @@ class Batch:
 
     def _hear(self, report: Report) -> None:
         """Note which sequences have moved on to another block."""
-        starts, counters = report.start.tolist(), report.counter.tolist()
+        starts, counters, ends = report.start.tolist(), report.counter.tolist(), report.end.tolist()
         for slot, one in self.running.items():
             if starts[slot] != one.start:
-                one.start, one.began = starts[slot], counters[slot]
+                one.start, one.began, one.end = starts[slot], counters[slot], ends[slot]
 
     @property
     def failed(self) -> dict[int, Exception]:
@@ -404,6 +405,8 @@ class Batch:
         """
         last, slots = self._last, list(self.running)
         if not self._ahead or last is None or self._flying is None or not slots:
+            return None
+        if self.config.policy.traits.extends:  # a step that follows a growth forwards every row
             return None
         rows = self._rows_of(slots)
         if not rows or rows > (self.shape.most_rows or rows):

@@ -121,9 +121,8 @@ class BlockSession:
         self.spec, self.programs = spec, dict(programs)
         self.variants: dict[str, Mapping[str, Program]] = {}
         self.block_cache: BlockCache = block_cache
-        self.recommit, self.select_noise = recommit, select_noise
+        self.recommit, self.select_noise, self.pool = recommit, select_noise, pool
         self.device = torch.device(device)
-        self.pool = pool
         self._transitions = Transitions(pool, compiler)
         self._sequences = 1
         inputs = declared({name: program.inputs for name, program in programs.items()}).values()
@@ -468,8 +467,8 @@ class BlockSession:
 
     def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> Ended:
         """Result of a request that ended."""
-        request = batch.running[slot].request
-        said = script.response(slot, len(request.ids), request.end, self.spec.eos_ids, request.stops_from)
+        request, end = batch.running[slot].request, int(report.end[slot])
+        said = script.response(slot, len(request.ids), end, self.spec.eos_ids, request.stops_from)
         steps, decoded, rows, commits = (
             int(getattr(report, name)[slot]) for name in ("counter", "total", "kept_rows", "commit_rows")
         )
@@ -479,13 +478,14 @@ class BlockSession:
     def _final(batch: Batch, report: Report, script: Transcripts, slot: int) -> list[int]:
         """Final tokens of a response: later steps do not change them."""
         request = batch.running[slot].request
-        return script.response(slot, len(request.ids), settled_end(request, int(report.start[slot])))
+        bounds = int(report.start[slot]), int(report.end[slot])
+        return script.response(slot, len(request.ids), settled_end(request, *bounds))
 
     def _kv_of(self, batch: Batch, report: Report, slot: int) -> SequenceKV:
         one, causal = batch.running[slot], self.spec.attention == "block_causal"
         start, first = int(report.start[slot]), batch.first_cached(len(one.request.ids))
         # Every key of a bidirectional model depends on the whole canvas, so none of them is final.
-        committed, written = (start, start + batch.shape.block) if causal else (0, one.request.end)
+        committed, written = (start, start + batch.shape.block) if causal else (0, int(report.end[slot]))
         if self.spec.two_modes:
             written = start  # of the block that begins there, none need have been forwarded
         span = one.handles[0], written, first

@@ -154,7 +154,9 @@ STEP_INPUTS: dict[str, StepInput] = {
     # Steps of the sequence and of its current block before this one. Tokens per step so far, in the block and in the
     # sequence.
     "prompt_end": StepInput(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda config: True),
-    "response_end": StepInput(torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda config: True),
+    "response_end": StepInput(
+        torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda config: not config.policy.traits.extends
+    ),
     "block_start": StepInput(torch.int32, "sequence", lambda at: at.state.start.int()),
     "block_end": StepInput(torch.int32, "sequence", lambda at: (at.state.start + at.state.block).int()),
     "step": StepInput(torch.int32, "sequence", lambda at: at.state.counter.int()),

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from dgraph.errors import DgraphError
 from dgraph.runtime.requests import Request
-from dgraph.runtime.state.base import REPORT, SHOWN
+from dgraph.runtime.state.report import REPORT, SHOWN
 
 Numbers = NDArray[np.int64]
 ALL_ROWS = REPORT.index("all_rows")
 
 
 class Report:
-    """One report; see `DecodeState.report`.
+    """One report; see `report_of`.
 
     Every name of `REPORT` is an attribute, i64[b]. The properties describe the block of the step.
     """

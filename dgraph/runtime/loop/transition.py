@@ -31,7 +31,7 @@ from dgraph.runtime.graphs.pool import GraphPool, Held, Replay
 from dgraph.runtime.graphs.upload import upload
 from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.step_inputs import STEP_INPUTS, StepContext, computed, initial_states
-from dgraph.runtime.policies import needs_of, per_sequence, statistics_of
+from dgraph.runtime.policies import needs_of, per_sequence, statistics_of, tails
 from dgraph.runtime.policies.mixture import Refusals, noting_none
 from dgraph.runtime.sampling.random_numbers import policy_noise
 from dgraph.runtime.state.base import DecodeState
@@ -192,7 +192,7 @@ class StepTransition:
 
     def _rows_of(self, state: DecodeState) -> StepRows:
         editing = per_sequence(lambda traits: traits.edits, self.config.policy, state.kind)
-        return state.rows(self.capacity, editing)
+        return state.rows(self.capacity, editing, tails(self.config.policy, state.kind))
 
     def prefilled(self, outputs: Mapping[str, Tensor], took_part: Tensor) -> None:
         """Carry the states of responses on from a prefill, of sequences bool[b] that took part in it."""

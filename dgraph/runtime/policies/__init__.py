@@ -36,12 +36,21 @@ from dgraph.runtime.policies.base import (
     steps_of,
 )
 from dgraph.runtime.policies.bounds import EntropyBounded, Factor
+from dgraph.runtime.policies.candidates import Tail
 from dgraph.runtime.policies.counts import FixedSteps, Sequential
 from dgraph.runtime.policies.dream import Dream, DreamThreshold
 from dgraph.runtime.policies.editing import JointThreshold
 from dgraph.runtime.policies.indel import JointThresholdInDel
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
-from dgraph.runtime.policies.mixture import PolicyMix, per_sequence, row_of, settings_spec, sub_blocks
+from dgraph.runtime.policies.mixture import (
+    PolicyMix,
+    per_sequence,
+    row_of,
+    settings_spec,
+    sub_blocks,
+    tails,
+    widest_tail,
+)
 from dgraph.runtime.policies.renoise import Renoise
 from dgraph.runtime.policies.segments import Hierarchical, HierarchicalRemask, SubBlocks
 from dgraph.runtime.policies.thresholds import THRESHOLD, ConfidenceThreshold, DynamicThreshold, RelativeThreshold
@@ -254,6 +263,7 @@ __all__ = [
     "SelfSpeculation",
     "Sequential",
     "SubBlocks",
+    "Tail",
     "Traits",
     "best",
     "bound",
@@ -277,6 +287,8 @@ __all__ = [
     "statistics_of",
     "steps_of",
     "sub_blocks",
+    "tails",
     "traits_of",
+    "widest_tail",
     "with_settings",
 ]

@@ -1,4 +1,4 @@
-"""Candidates of a step, the base class of decoding rules, and the vectorised pieces that rules share."""
+"""The base class of decoding rules, what they carry, and the vectorised pieces that they share."""
 
 from __future__ import annotations
 
@@ -14,103 +14,10 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.statistics import BY_NAME, GIVEN, Statistic, declare
 from dgraph.plans.papers import Paper
+from dgraph.runtime.policies.candidates import Candidates, missing
 from dgraph.runtime.policies.traits import Traits
 from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.spec import ModelSpec
-
-ORIGINS = {
-    "noise": "a uniform draw per position from the runtime",
-    "order": "a uniform draw per position from the runtime that lasts",
-    "forwards": "the number of steps that the block has had",
-    "editable": "a runtime that offers decoded positions for editing",
-    "passes": "a runtime that offers decoded positions for editing",
-}
-"""Optional fields of `Candidates`, and where each comes from. A statistic comes from the step program."""
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Candidates that a step offers for the current block of b sequences; all tensors are [b, B] unless stated.
-
-    Attributes:
-        token: i64, the predicted token, -1 without one.
-        confidence: f32, its probability, -inf where nothing can be committed (not masked, evicted, or no token).
-        masked: bool, not decoded yet.
-        current: i64, the block's tokens as they were forwarded.
-        step: i64[b], steps of this block that decoded something, from 0.
-        decoded: i64[b], tokens that these steps decoded.
-        start: i64[b], position of the block's first row.
-        prompt: i64[b], index of the sequence's prompt among all of the call.
-        measured: by name, f32 statistics of each row's distribution that the rule needs (see `dgraph.ops.statistics`);
-            each has its filler where there is no candidate.
-        carried: by name, tensors that the rule carries from step to step.
-        noise: f32, uniform in [0, 1), a function of seed, prompt, position and step; None if it was not given.
-        order: f32, uniform in [0, 1), a function of seed, prompt and position, hence the same in all steps; None if it
-            was not given.
-        forwards: i64[b], steps of this block, those that decoded nothing included; None if it was not given.
-        editable: bool, for rules that edit: decoded, and not part of the prompt. For these rules, token and confidence
-            also stand at decoded positions.
-        passes: i64[b], for rules that edit: steps of this block that began without a mask.
-        kind: i64[b], index of each sequence's kind of rule in a `PolicyMix`.
-        settings: by "{index of the kind}.{field}", float64[b] or int64[b], settings of each sequence for itself in a
-            `PolicyMix`; arbitrary for sequences of another kind.
-        draw: i64, for rules that draw a canvas again, else None: a token drawn from the distribution, -1 without one;
-            `token` is then the most likely token.
-    """
-
-    token: Tensor
-    confidence: Tensor
-    masked: Tensor
-    current: Tensor
-    step: Tensor
-    decoded: Tensor
-    start: Tensor
-    prompt: Tensor
-    measured: Mapping[str, Tensor] = field(default_factory=dict)
-    carried: Mapping[str, Tensor] = field(default_factory=dict)
-    noise: Tensor | None = None
-    order: Tensor | None = None
-    forwards: Tensor | None = None
-    editable: Tensor | None = None
-    passes: Tensor | None = None
-    kind: Tensor | None = None
-    settings: Mapping[str, Tensor] = field(default_factory=dict)
-    draw: Tensor | None = None
-
-    @property
-    def committable(self) -> Tensor:
-        """bool[b, B]: masked positions that have a token."""
-        return self.masked & (self.confidence > -math.inf)
-
-    @property
-    def offered(self) -> Tensor:
-        """f32[b, B]: confidence where a token can be committed, -inf elsewhere."""
-        return torch.where(self.committable, self.confidence, -math.inf)
-
-    @property
-    def masks_at_start(self) -> Tensor:
-        """i64[b]: masked positions that the block began with."""
-        return self.masked.sum(dim=1) + self.decoded
-
-    def need(self, name: str, rule: object) -> Tensor:
-        """Read an optional field or a statistic.
-
-        Raises:
-            InputError: it was not given; the message names the rule.
-        """
-        value: Tensor | None = getattr(self, name) if name in ORIGINS else self.measured.get(name)
-        if value is None:
-            raise _missing(name, rule)
-        return value
-
-
-def _missing(name: str, rule: object) -> InputError:
-    return InputError(
-        f"{type(rule).__name__}: needs {name}, got none; it takes "
-        f"{ORIGINS.get(name, f'a step program that outputs {name}, or logits')}. "
-        f"Choose a rule that decides by confidence alone, or give it.",
-        field="policy",
-    )
 
 
 @dataclass(frozen=True)
@@ -222,6 +129,16 @@ class DecodeRule:
         return found if self.sampler is None else {**found, "sampler": self.sampler.to_json()}
 
     @property
+    def first_length(self) -> int | None:
+        """Tokens of a response before it is extended, for a rule that `extends`; None for all of max_new_tokens."""
+        return None
+
+    @property
+    def tail(self) -> int:
+        """Last positions of a response whose predictions the rule reads in `Candidates.tail`; 0 for none."""
+        return 0
+
+    @property
     def sub_block(self) -> int | None:
         """Length of a part of the block that is decoded by itself; None: every step forwards the block.
 
@@ -268,6 +185,16 @@ class DecodeRule:
         """i64[b, B]: tokens written at the chosen positions; i64[b, B]: source of each position's token or mask.
 
         A source c is column c after the write, B + c is column c before it, and 2 B is a new mask.
+        """
+        raise NotImplementedError
+
+    def extend(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """i64[b]: masks that are added at the end of each response, once `chosen` is committed; 0 for none.
+
+        Masks beyond `Candidates.room` are left out. A rule that `inserts` returns i64[b, B + 1], the masks that follow
+        each column of the block, and in the last column those at the end. What stands after an inserted mask moves on,
+        beyond the block too, so that nothing is lost. A sequence in which more is inserted than there is room for, or
+        in which fixed tokens lie ahead, inserts nothing in that step.
         """
         raise NotImplementedError
 
@@ -404,7 +331,7 @@ def check_needs(policy: Policy, given: Collection[str]) -> None:
         InputError: a field is missing; the message names the rule and the first such field.
     """
     for name in sorted(needs_of(policy) - set(given)):
-        raise _missing(name, policy)
+        raise missing(name, policy)
 
 
 # -- vectorised pieces of rules ----------------------------------------------------------------------------------

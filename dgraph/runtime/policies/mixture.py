@@ -25,6 +25,7 @@ from dgraph.runtime.policies.base import (
     policy_key,
     statistics_of,
 )
+from dgraph.runtime.policies.candidates import Tail
 from dgraph.runtime.policies.kinds import kind_of, per_request, settings_of, with_settings
 from dgraph.runtime.policies.traits import Traits, traits_of
 from dgraph.spec import ModelSpec
@@ -209,6 +210,22 @@ class PolicyMix:
                 found[_name(index, name)] = after
         return found
 
+    def extend(self, candidates: Candidates, chosen: Tensor) -> Tensor:
+        """See `DecodeRule.extend`; nothing for kinds that do not extend. i64[b, B + 1] if some kind inserts."""
+        sequences, block = chosen.shape
+        shape = (sequences, block + 1) if self.traits.inserts else (sequences,)
+
+        def none(own: Candidates) -> Tensor:
+            return chosen.new_zeros(shape, dtype=torch.int64)
+
+        def ask(rule: Any, own: Candidates) -> Tensor:
+            if not traits_of(rule).extends:
+                return none(own)
+            found: Tensor = rule.extend(own, chosen)
+            return F.pad(found[:, None], (block, 0)) if len(shape) > found.dim() else found
+
+        return self._each(candidates, ask, none)
+
     def foresee(
         self,
         masked: Tensor,
@@ -270,7 +287,10 @@ class PolicyMix:
         found = []
         for index, rule in enumerate(self._rules(candidates.kind, candidates.settings)):
             carried = {each.name: candidates.carried[_name(index, each.name)] for each in carries_of(rule)}
-            found.append((rule, replace(candidates, carried=carried, kind=None, settings={})))
+            width, tail = getattr(rule, "tail", 0), None
+            if width and candidates.tail is not None:
+                tail = Tail(candidates.tail.token[:, -width:], candidates.tail.confidence[:, -width:])
+            found.append((rule, replace(candidates, carried=carried, kind=None, settings={}, tail=tail)))
         return found
 
 
@@ -289,8 +309,23 @@ def per_sequence(trait: Callable[[Traits], bool], policy: Policy, kind: Tensor) 
 
 def sub_blocks(policy: Policy, kind: Tensor) -> Tensor | None:
     """i64[b]: `DecodeRule.sub_block` of each sequence, 0 without one; None if no kind has one. kind i64[b]."""
+    return _sizes("sub_block", policy, kind)
+
+
+def tails(policy: Policy, kind: Tensor) -> Tensor | None:
+    """i64[b]: `DecodeRule.tail` of each sequence; None if no kind has one. kind i64[b]."""
+    return _sizes("tail", policy, kind)
+
+
+def widest_tail(policy: Policy) -> int:
+    """The largest `DecodeRule.tail` of the policy's kinds."""
     kinds = policy.kinds if isinstance(policy, PolicyMix) else (policy,)
-    sizes = [getattr(each, "sub_block", None) or 0 for each in kinds]
+    return max(getattr(each, "tail", 0) for each in kinds)
+
+
+def _sizes(name: str, policy: Policy, kind: Tensor) -> Tensor | None:
+    kinds = policy.kinds if isinstance(policy, PolicyMix) else (policy,)
+    sizes = [getattr(each, name, None) or 0 for each in kinds]
     if not any(sizes):
         return None
     found = torch.zeros_like(kind)

@@ -23,6 +23,9 @@ class Traits:
         autoregressive: each step commits the tokens that causal rows predict for the position after them, whatever
             `choose` returns (see `dgraph.runtime.state.encode_denoise`).
         drafts: a step that denoises a block first predicts the tokens of these causal rows.
+        extends: the response begins with `first_length` tokens, and `extend` says by how many it grows after a step, up
+            to max_new_tokens.
+        inserts: it extends, and may also put masks between positions of the block; for bidirectional models.
         renoises: positions that are not committed are drawn again, or random, in the next step. The rule then has
             `keep` and `heat`, and commits all of a block at once.
     """
@@ -35,6 +38,8 @@ class Traits:
     foresees: bool = False
     autoregressive: bool = False
     drafts: bool = False
+    extends: bool = False
+    inserts: bool = False
     renoises: bool = False
 
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -24,24 +25,22 @@ from dgraph.ops.statistics import GIVEN
 from dgraph.plans.block_cache import BlockCache
 from dgraph.runtime.policies import (
     Candidates,
+    Carried,
     Policy,
+    Tail,
     carries_of,
     needs_of,
     per_sequence,
     statistics_of,
     traits_of,
+    widest_tail,
 )
 from dgraph.runtime.sampling.random_numbers import policy_order
+from dgraph.runtime.state.growth import Growth, moved_columns
 from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, inverse, read
+from dgraph.runtime.state.report import report_of
 from dgraph.runtime.state.state_init import StateInit
 
-REPORT = (
-    *("rows", "wanted", "action", "active", "broken", "closes", "shown_start", "start", "counter"),
-    *("total", "kept_rows", "commit_rows", "all_rows"),
-)
-"""The numbers of a sequence that the host reads after a step; see `DecodeState.report`."""
-SHOWN = ("shown", "shown_confidence", "shown_kept")
-"""The values of each position of the step's block that follow these numbers in the report."""
 OUT = -1
 """The place of a sequence that sits a step out."""
 
@@ -60,14 +59,16 @@ class DecodeState(ABC):
     shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
     where there is a mask; shown_kept bool[b, B]: False where the last step evicted the row that predicts the position;
     shown_start i64[b]: where that block begins; carried: by name, tensors that the policy carries from step to step
-    (see `carry`); canvas i64[b, T]: prompts, fixed tokens and decoded tokens, mask tokens elsewhere.
+    (see `carry`); canvas i64[b, T]: prompts, fixed tokens and decoded tokens, mask tokens elsewhere; end i64[b]: where
+    the response ends, at most at `bound`; last i64[b]: the last position before it that was not given; grown bool[b]:
+    the last step has lengthened the response.
 
     Settings of a request, written with its slot: prompt i64[b]: index of each prompt among all of the call; given
     bool[b, T]: positions whose tokens came with it, those of the prompt and the fixed ones of the response; prompt_end
-    i64[b]; end i64[b] = prompt + max_new_tokens; last i64[b]: the last position before it that was not given; keys
-    i64[b, 2]: what draws start from, see `sequence_keys`; temperature f32[b]; stops_from i64[b]: the position from
-    which on a stop token ends it; kind i64[b] and settings, by name [b]: which policy of a mixture decides, and with
-    which numbers. place i64[b]: its turn when rows are granted, the lowest first, `OUT` for none.
+    i64[b]; bound i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
+    temperature f32[b]; stops_from i64[b]: the position from which on a stop token ends it; kind i64[b] and settings, by
+    name [b]: which policy of a mixture decides, and with which numbers. place i64[b]: its turn when rows are granted,
+    the lowest first, `OUT` for none.
 
     Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
     """
@@ -95,6 +96,8 @@ class DecodeState(ABC):
     given: Tensor
     prompt_end: Tensor
     end: Tensor
+    bound: Tensor
+    grown: Tensor
     last: Tensor
     keys: Tensor
     temperature: Tensor
@@ -155,11 +158,12 @@ class DecodeState(ABC):
             self.granted = self.granted & ((before * rows).sum(dim=1) <= self.most_rows)
 
     @abstractmethod
-    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+    def rows(self, capacity: int, editing: Tensor | bool = False, tail: Tensor | None = None) -> StepRows:
         """Pack the rows of the next step into `capacity` rows: the live ones (see `live`), then padding.
 
         The caller must give at least as much capacity as there are live rows: others are lost. editing, for all
-        sequences or bool[b]: decoded rows that may be replaced are candidates like masked ones.
+        sequences or bool[b]: decoded rows that may be replaced are candidates like masked ones. tail i64[b]: so are
+        those that predict that many last positions of a response, in bidirectional models.
         """
 
     def steady(self, policy: Policy) -> bool:
@@ -301,19 +305,8 @@ class DecodeState(ABC):
         self.carried = {each.name: each.begin(b, self.block, device) for each in carries_of(policy)}
 
     def report(self) -> Tensor:
-        """i64[b, len(REPORT) + 3 B]: values that the host reads of each sequence, in the order of `REPORT` and `SHOWN`.
-
-        rows: those of its next step, 0 if it waits; wanted: the same if it does not wait; all_rows: those of all
-        sequences, which the host must know first; action: as in `action`, REUSE if all keys are kept; the others as in
-        the attributes and properties. A confidence is given as its bits.
-        """
-        wanted, action = self.wanted().sum(dim=1), self.action
-        rows = wanted * self.granted
-        found = {"rows": rows, "wanted": wanted, "all_rows": rows.sum().expand(len(rows))}
-        found["action"] = torch.full_like(wanted, REUSE) if action is None else action
-        numbers = [found[name] if name in found else getattr(self, name) for name in REPORT]
-        shown = (self.shown, self.shown_confidence.view(torch.int32), self.shown_kept)
-        return torch.cat([torch.stack([n.long() for n in numbers], dim=1), *(s.long() for s in shown)], dim=1)
+        """i64[b, ...]: values that the host reads of each sequence; see `report_of`."""
+        return report_of(self)
 
     def apply(
         self,
@@ -335,6 +328,12 @@ class DecodeState(ABC):
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
         rows_of = self._predictors(rows)
         row, following = rows_of[:, : self.block], rows_of[:, self.block]
+        if widest_tail(policy):  # which is predicted also where it is decoded
+            row = torch.where(
+                masked | choose(per_sequence(lambda traits: traits.edits, policy, self.kind), self.editable, masked),
+                row,
+                -1,
+            )
         token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
         token_after = read(results.token, following, -1)
         confidence_after = read(results.confidence, following, -math.inf)
@@ -358,6 +357,8 @@ class DecodeState(ABC):
             kind=self.kind,
             settings=self.settings,
             draw=None if results.draw is None else read(results.draw, row, -1),
+            room=self.bound - self.end if traits.extends else None,
+            tail=self._tail(rows, results, policy),
         )
         commit = self._chosen(candidates, policy)
         carries = carries_of(policy)
@@ -384,8 +385,8 @@ class DecodeState(ABC):
         if traits.moves:
             said, source = policy.move(candidates, commit)  # type: ignore[attr-defined]
             token = torch.where(written, torch.where(commit, said, token), candidates.current)
-            token = _moved(source, token, candidates.current, self.mask_id)
-            left = _moved(source, left, masked, True)
+            token = moved_columns(source, token, candidates.current, self.mask_id)
+            left = moved_columns(source, left, masked, True)
             written = (token != candidates.current) | (left != masked)
         self._show(candidates, changed, left, read(results.kept, row, True), source)
         count = masked.sum(dim=1) - left.sum(dim=1)
@@ -393,7 +394,9 @@ class DecodeState(ABC):
         self.steps = self.steps + (count > 0)
         self.total = self.total + count
         self._write(written, token, left, policy)
-        self.shown = torch.where(left, -1, self.block_tokens)
+        if traits.extends:
+            kept = self._extend(policy.extend(candidates, commit), kept, carries)  # type: ignore[attr-defined]
+        self.shown = torch.where(self.block_masked, -1, self.block_tokens)
         after = self._write_next(token_after, confidence_after)
         self.total = self.total + after
         self._advance(masked, policy, block_cache, recommit, settled)
@@ -426,9 +429,26 @@ class DecodeState(ABC):
         before = torch.where(there, seen, 1.0)
         found = torch.where(changed, candidates.confidence, before)
         if source is not None:
-            found = _moved(source, found, before, 0.0)
+            found = moved_columns(source, found, before, 0.0)
         self.shown_confidence, self.shown_kept = torch.where(left, 0.0, found), kept
         self.shown_start = self.start
+
+    def _tail(self, rows: StepRows, results: RowResults, policy: Policy) -> Tail | None:
+        """Predictions for the ends of responses, if the policy reads them."""
+        return None
+
+    def _extend(self, more: Tensor, kept: Mapping[str, Tensor], carries: Sequence[Carried]) -> Mapping[str, Tensor]:
+        """Lengthen responses; see `DecodeRule.extend`. Return what the policy carries, moved with its positions."""
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        fixed_ahead = (self.given & (positions >= self.start[:, None])).any(dim=1)
+        growth = Growth.of(more, self.block, self.bound - self.end, fixed_ahead)
+        self.end, self.grown = self.end + growth.total, growth.total > 0
+        self.last = torch.where(self.grown, self.end - 1, self.last)
+        return self._grow(growth, kept, carries)
+
+    def _grow(self, growth: Growth, kept: Mapping[str, Tensor], carries: Sequence[Carried]) -> Mapping[str, Tensor]:
+        """Make the masks of a growth, once `end` is moved."""
+        return kept  # a block has masks beyond the response's end, too
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         """bool[b, B]: columns that the step commits."""
@@ -440,7 +460,7 @@ class DecodeState(ABC):
         at = rows.sequence * width + rows.column - self.block
         return inverse(torch.where(rows.live & (rows.column >= self.block), at, -1), b * width).view(b, width)
 
-    def _on_canvas(self, values: Tensor, others: Tensor | bool) -> Tensor:
+    def _on_canvas(self, values: Tensor, others: Tensor | float) -> Tensor:
         """[b, T]: values [b, B] where the current block is, `others` elsewhere."""
         column = torch.arange(self.canvas.shape[1], device=values.device) - self.start[:, None]
         inside = (column >= 0) & (column < self.block)
@@ -477,8 +497,3 @@ class DecodeState(ABC):
         self.start = torch.where(moved, start, self.start)
         for name in ("decoded", "steps", "forwards", "passes"):
             setattr(self, name, torch.where(moved, 0, getattr(self, name)))
-
-
-def _moved(source: Tensor, now: Tensor, before: Tensor, new: float) -> Tensor:
-    """[b, B]: values of columns as they are now, as they were before, or of a new mask; see `DecodeRule.move`."""
-    return torch.cat([now, before, torch.full_like(now[:, :1], new)], dim=1).gather(1, source)

@@ -6,6 +6,7 @@ that a step does not forward are seen as they were last written to the KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,9 +19,19 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.regions import rows_of, seen_of
 from dgraph.plans.rows import RowPlan
 from dgraph.plans.view import View
-from dgraph.runtime.policies import Candidates, Policy, PolicyMix, per_sequence
+from dgraph.runtime.policies import (
+    Candidates,
+    Carried,
+    Policy,
+    PolicyMix,
+    Tail,
+    per_sequence,
+    traits_of,
+    widest_tail,
+)
 from dgraph.runtime.state.base import DecodeState
-from dgraph.runtime.state.packed_rows import StepRows, choose, packed
+from dgraph.runtime.state.growth import Growth, shifted
+from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, inverse, packed, read
 from dgraph.runtime.state.state_init import StateInit
 
 
@@ -136,7 +147,7 @@ class BidirectionalState(DecodeState):
     def wanted(self) -> Tensor:
         return self.pending & self.active[:, None]
 
-    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+    def rows(self, capacity: int, editing: Tensor | bool = False, tail: Tensor | None = None) -> StepRows:
         live, width = self.live(), self.canvas.shape[1]
         index, cu_rows = packed(live, capacity)
         real = index >= 0
@@ -158,6 +169,10 @@ class BidirectionalState(DecodeState):
             candidate = per_row(masks | choose(editing, self.editable, torch.zeros_like(masks)), column)
         elif self.shift:
             candidate = per_row(masks, column)
+        if tail is not None:
+            end = self.end[sequence]
+            predicted = position + self.shift
+            candidate = candidate | (real & (predicted < end) & (predicted >= end - tail[sequence]))
         full, always = self.full[sequence], self.plan.schedule.always(self.view())
         if always is not None:
             full = full | always[sequence, position]
@@ -188,6 +203,36 @@ class BidirectionalState(DecodeState):
         opened = torch.where((self.forwards == 0)[:, None], first & candidates.committable, chosen)
         return choose(overruled, chosen, opened)
 
+    def _tail(self, rows: StepRows, results: RowResults, policy: Policy) -> Tail | None:
+        if not (width := widest_tail(policy)):
+            return None
+        column = rows.positions + self.shift - (self.end - width)[rows.sequence]
+        there = rows.live & (column >= 0) & (column < width)
+        row = inverse(torch.where(there, rows.sequence * width + column, -1), len(self.end) * width).view(-1, width)
+        confidence = read(results.confidence, row, 0.0).clamp(min=0.0)
+        return Tail(torch.where(confidence > 0, read(results.token, row, -1), -1), confidence)
+
+    def _grow(self, growth: Growth, kept: Mapping[str, Tensor], carries: Sequence[Carried]) -> Mapping[str, Tensor]:
+        if (inserted := growth.inserted) is not None:
+            added = self._on_canvas(inserted, 0)
+            moved = (inserted > 0).any(dim=1)[:, None]
+
+            def along(values: Tensor, fill: float) -> Tensor:
+                return shifted(self._on_canvas(values, fill), added, fill).gather(1, self.columns).to(values.dtype)
+
+            per_position = {each.name: each.fill for each in carries if each.per == "position"}
+            kept = {n: along(v, per_position[n]) if n in per_position else v for n, v in kept.items()}
+            self.shown_confidence = along(self.shown_confidence, 0.0)
+            self.shown_kept = along(self.shown_kept, True)
+            self.canvas = shifted(self.canvas, added, self.mask_id)
+            self.masked = shifted(self.masked, added, True)
+            self.changed = shifted(self.changed, added, False)
+            self.frozen = self.frozen & ~moved
+        positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
+        new = (positions >= (self.end - growth.at_end)[:, None]) & (positions < self.end[:, None])
+        self.masked = (self.masked | new) & (positions < self.end[:, None])
+        return kept
+
     def _own_rows(self) -> Tensor:
         live = self.live()
         return live.sum(dim=1) - (live & self.view().around_block()).sum(dim=1)
@@ -212,14 +257,17 @@ class BidirectionalState(DecodeState):
         ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
         self.frozen = torch.where(self.whole[:, None], ready, self.frozen | ready)
         moved = self._finish(policy, settled)
-        # Blocks that have no mask are passed over.
-        following = torch.where(self.masked, positions, self.end[:, None]).amin(dim=1) - self.prompt_end
+        # Blocks that have no mask are passed over, unless masks that were inserted have moved tokens there.
+        coming = ~self.given & (positions >= (self.start + self.size)[:, None]) & (positions < self.end[:, None])
+        following = torch.where(coming, positions, self.end[:, None]).amin(dim=1) - self.prompt_end
         self._next_block(moved, self.prompt_end + following // self.size * self.size)
         region, schedule = self.plan.region, self.plan.schedule
         more = {"coming": self._coming(policy)} if region.foresees else {}
         view = self.view(**more)
         everything = view.inside
         self.full, self.whole = schedule.full(view), schedule.whole(view)
+        if traits_of(policy).extends:  # rows that are new have no keys yet
+            self.full, self.whole = self.full | self.grown, self.whole | self.grown
         if self.seen is not None:
             everything = self._seen(view)
             moved_keys = (everything != self.seen).any(dim=1)  # every slot is another row's

@@ -71,7 +71,7 @@ class BlockCausalState(PrefillMixinState):
             found = torch.where(self.counter == 0, SELECT, REUSE)
         return torch.where(self.active & self.granted, found, REUSE).int()
 
-    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+    def rows(self, capacity: int, editing: Tensor | bool = False, tail: Tensor | None = None) -> StepRows:
         live, block = self._own_live(), self.block
         sequence, column, real, cu_rows = self._placed(capacity)
         columns = torch.arange(block, device=live.device)

@@ -117,7 +117,7 @@ class EncodeDenoiseState(PrefillMixinState):
             found = torch.where(self.selected, REUSE, torch.where(self.encodes, DENSE, SELECT))
         return torch.where(self.active & self.granted, found, REUSE).int()
 
-    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+    def rows(self, capacity: int, editing: Tensor | bool = False, tail: Tensor | None = None) -> StepRows:
         live, block = self._own_live(), self.block
         sequence, place, real, cu_rows = self._placed(capacity)
         of_prompt, column = place < 0, place.clamp(min=0)

@@ -48,14 +48,15 @@ def begin(
     for row, request in zip(canvas, requests, strict=False):
         fixed = [spec.mask_id if token is None else token for token in request.canvas]
         row[: len(request.ids) + len(fixed)] = torch.tensor([*request.ids, *fixed])
-    numbers = [(r.index, len(r.ids), r.decoding.max_new_tokens) for r in requests] or [(0, 0, 1)] * count
-    index, lengths, new = torch.tensor(numbers).to(device).unbind(1)
+    numbers = [(r.index, len(r.ids), r.decoding.max_new_tokens, r.first_length) for r in requests]
+    index, lengths, new, first = torch.tensor(numbers or [(0, 0, 1, 1)] * count).to(device).unbind(1)
     init = StateInit(
         canvas.to(device),
         index.clone(),  # each in memory of its own
         lengths.clone(),
         sequences=len(requests),
         max_new_tokens=new,
+        first_length=first,
         block=shape.block,
         mask_id=spec.mask_id,
         stop_ids=torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),

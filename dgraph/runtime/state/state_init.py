@@ -27,6 +27,7 @@ class StateInit:
         block: columns of a block, B.
         mask_id: id of the mask token.
         stop_ids: i64[E], ids that end a response.
+        first_length: i64[b], tokens of each response before it grows; None for all of max_new_tokens.
         sequences: number of sequences that take part, the first ones; None for all. The others have no rows.
         plan: which rows, or which steps of a block, are forwarded whole; None if no program asks.
         kv: which keys stay; None for all.
@@ -45,6 +46,7 @@ class StateInit:
     block: int
     mask_id: int
     stop_ids: Tensor
+    first_length: Tensor | None = None
     sequences: int | None = None
     plan: RowPlan | None = None
     kv: KVPlan | None = None
@@ -56,7 +58,12 @@ class StateInit:
 
     @cached_property
     def end(self) -> Tensor:
-        """i64[b]: positions after the responses."""
+        """i64[b]: positions after the responses, as long as they are at first."""
+        return self.bound if self.first_length is None else self.prompt_end + self.first_length
+
+    @cached_property
+    def bound(self) -> Tensor:
+        """i64[b]: positions after the responses, when they have grown as long as they may."""
         return self.prompt_end + self.max_new_tokens
 
     @cached_property
@@ -102,7 +109,9 @@ class StateInit:
             "canvas": self.canvas,
             "prompt": self.prompt,
             "prompt_end": self.prompt_end,
-            "end": self.end,
+            "end": self.end.clone(),
+            "bound": self.bound,
+            "grown": torch.zeros_like(active),
             "given": self.given,
             "stop_ids": self.stop_ids,
             "mask_id": self.mask_id,

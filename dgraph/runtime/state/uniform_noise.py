@@ -69,7 +69,7 @@ class UniformNoiseState(BlockWindowState):
     def wanted(self) -> Tensor:
         return self.active[:, None].expand_as(self.masked)
 
-    def rows(self, capacity: int, editing: Tensor | bool = False) -> StepRows:
+    def rows(self, capacity: int, editing: Tensor | bool = False, tail: Tensor | None = None) -> StepRows:
         live, block = self.live(), self.block
         index, cu_rows = packed(live, capacity)
         real = index >= 0
