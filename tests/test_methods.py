@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -18,6 +19,8 @@ METHODS = Path(__file__).parents[1] / "examples" / "methods"
 GUIDE = Path(__file__).parents[1] / "docs" / "write_a_method.md"
 LONGEST = 100
 """Lines of a method, or of its op."""
+MOST = 60
+"""Lines of a method by `method_lines`."""
 FILES = sorted(METHODS.glob("dgraph_methods/*.py"))
 
 
@@ -70,6 +73,23 @@ def test_a_method_is_short_and_asks_for_nothing_private(path: Path) -> None:
     assert len(text.splitlines()) <= LONGEST
     imported = [line for line in text.splitlines() if line.startswith(("from dgraph", "import dgraph"))]
     assert not [line for line in imported if " _" in line or "._" in line or "dgraph.private" in line]
+
+
+def method_lines(text: str) -> int:
+    """Lines of a method: all but docstrings, imports, comments and blank ones."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            left_out |= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            left_out |= {*range(node.lineno, (node.end_lineno or 0) + 1)}
+    lines = (line.strip() for at, line in enumerate(text.splitlines(), 1) if at not in left_out)
+    return sum(1 for line in lines if line and not line.startswith("#"))
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if not p.stem.endswith("_op")], ids=lambda path: path.stem)
+def test_a_method_takes_sixty_lines(path: Path) -> None:
+    assert method_lines(path.read_text(encoding="utf-8")) <= MOST
 
 
 def test_the_guide_shows_dpad_as_it_is() -> None:

@@ -172,7 +172,8 @@ class BidirectionalState(DecodeState):
         if tail is not None:
             end = self.end[sequence]
             predicted = position + self.shift
-            candidate = candidate | (real & (predicted < end) & (predicted >= end - tail[sequence]))
+            begin = torch.maximum(end - tail[sequence], self.prompt_end[sequence])
+            candidate = candidate | (real & (predicted < end) & (predicted >= begin))
         full, always = self.full[sequence], self.plan.schedule.always(self.view())
         if always is not None:
             full = full | always[sequence, position]
