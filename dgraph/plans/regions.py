@@ -53,6 +53,11 @@ class Region(Part, ABC):
         """The part of the canvas that its rows stay within."""
         return Extent.CANVAS
 
+    @property
+    def notes(self) -> bool:
+        """True if it reads `View.decoded_in` or `View.entropy`, which the decode loop then keeps."""
+        return False
+
     @abstractmethod
     def rows(self, view: View) -> Tensor:
         """bool[b, T]: rows that a step forwards. Rows outside of the sequence are left out anyway."""

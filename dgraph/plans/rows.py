@@ -93,6 +93,11 @@ class RowPlan:
         whole, full = ahead(schedule.whole, steps), ahead(schedule.full, steps)
         return whole is None or full is None or not bool((whole & ~full).any())
 
+    @property
+    def notes(self) -> bool:
+        """True if the decode loop keeps which step decoded each position, and with which entropy; see `View`."""
+        return self.region.notes or self.schedule.notes
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any], known: Mapping[str, type[Part]] = PARTS) -> RowPlan:
         """The plan that `to_json` described.

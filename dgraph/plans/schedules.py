@@ -21,6 +21,11 @@ from dgraph.plans.view import View
 class Schedule(Part, ABC):
     """Schedule of full steps. Schedules combine: a step of `a | b` is full, or whole, if it is under either."""
 
+    @property
+    def notes(self) -> bool:
+        """True if it reads `View.decoded_in` or `View.entropy`, which the decode loop then keeps."""
+        return False
+
     @abstractmethod
     def full(self, view: View) -> Tensor:
         """bool[b]: in the step everything is recomputed of the rows that it forwards. The first step of a response
@@ -142,6 +147,11 @@ class Either(Schedule):
     first: Schedule
     second: Schedule
 
+    @property
+    def notes(self) -> bool:
+        """See `Schedule`."""
+        return self.first.notes or self.second.notes
+
     def full(self, view: View) -> Tensor:
         return self.first.full(view) | self.second.full(view)
 
@@ -173,6 +183,11 @@ class FewFull(Schedule):
         check_counts(self)
         if not self.full_steps:
             raise InputError("the first step of a response must be a full one; set full_steps to at least 1.")
+
+    @property
+    def notes(self) -> bool:
+        """See `Schedule`."""
+        return self.of.notes
 
     def full(self, view: View) -> Tensor:
         return view.step < self.full_steps

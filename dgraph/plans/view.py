@@ -10,7 +10,7 @@ from torch import Tensor
 
 FACTS = (
     *("step", "block_step", "decoded", "prompt_end", "end", "start", "block", "shift"),
-    *("positions", "masked", "changed", "wanted", "coming"),
+    *("positions", "masked", "changed", "wanted", "coming", "decoded_in", "entropy"),
 )
 """Names of what a view may know; see `View`."""
 
@@ -30,7 +30,7 @@ class View:
     Attributes:
         step, block_step: i64[b], steps that a sequence has done, and those of its current block.
         decoded: i64[b], tokens that it has decoded.
-        prompt_end, end: i64[b], positions where its prompt and its response end.
+        prompt_end, end: i64[b], positions where its prompt and its response end. A rule that extends moves the latter.
         start: i64[b], position where its current block begins.
         block, shift: ints, positions of a block, and 1 if a row predicts the position after its own, else 0.
         positions: i64[T], of the rows of a canvas, from 0.
@@ -39,6 +39,10 @@ class View:
         wanted: bool[b, T], rows that predict positions of the current block that are not decoded.
         coming: i64[b, n], columns of the current block that the step will decode, in their order, and -1 for none; only
             of policies that know them before the step. Asked of other policies by a region that `foresees` alone.
+        decoded_in: i64[b, T], the sequence's step that decoded each position, from 1; 0 without one. Known under a plan
+            that `notes`.
+        entropy: f32[b], the largest entropy, in nats, of the distributions from which the step before decoded; -inf
+            without one. Known under a plan that `notes`.
     """
 
     step: Tensor
@@ -54,6 +58,8 @@ class View:
     changed: Tensor
     wanted: Tensor
     coming: Tensor
+    decoded_in: Tensor
+    entropy: Tensor
 
     def __init__(self, **known: Any):
         self.__dict__.update(known)

@@ -42,7 +42,8 @@ class BidirectionalState(DecodeState):
     masked bool[b, T]: positions of the response that are not decoded yet; pending bool[b, T]: forwarded in the next
     step; full, whole bool[b]: the next step is a full one, and forwards every row that is seen (see `Schedule`);
     changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
-    token, so the block cache may skip the row; seen bool[b, T]: rows that exist, None if the plan's region hides none.
+    token, so the block cache may skip the row; seen bool[b, T]: rows that exist, None if the plan's region hides none;
+    decoded_in i64[b, T], entropy f32[b]: as in `View`, None unless the plan notes them.
 
     Fixed: plan; kv: which keys stay, None for all; size: columns of a block; shift: 0 if a row predicts its own
     position, 1 if the next one (Dream).
@@ -55,6 +56,8 @@ class BidirectionalState(DecodeState):
     changed: Tensor
     frozen: Tensor
     seen: Tensor | None
+    decoded_in: Tensor | None
+    entropy: Tensor | None
     plan: RowPlan
     kv: KVPlan | None
     size: int
@@ -78,6 +81,8 @@ class BidirectionalState(DecodeState):
             changed=torch.zeros_like(masked),
             frozen=torch.zeros_like(masked),
             seen=None,
+            decoded_in=torch.zeros_like(init.canvas) if plan.notes else None,
+            entropy=torch.full(start.shape, -torch.inf, device=start.device) if plan.notes else None,
             plan=plan,
             kv=init.kv,
             size=block,
@@ -93,6 +98,8 @@ class BidirectionalState(DecodeState):
         positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
         wanted = torch.roll(self._on_canvas(self.block_masked, False), -self.shift, dims=1)
         known = self.known | {"shift": self.shift, "masked": self.masked, "changed": self.changed, "wanted": wanted}
+        if self.plan.notes:
+            known |= {"decoded_in": self.decoded_in, "entropy": self.entropy}
         return View(**known, **more, positions=positions)
 
     @property
@@ -213,6 +220,13 @@ class BidirectionalState(DecodeState):
         confidence = read(results.confidence, row, 0.0).clamp(min=0.0)
         return Tail(torch.where(confidence > 0, read(results.token, row, -1), -1), confidence)
 
+    def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor, source: Tensor | None) -> None:
+        super()._show(candidates, changed, left, kept, source)
+        if self.decoded_in is not None:
+            found = torch.where(changed, candidates.measured["entropy"], -torch.inf)
+            self.entropy = found.amax(dim=1)
+            self.decoded_in = torch.where(self._on_canvas(changed, False), self.counter[:, None], self.decoded_in)
+
     def _grow(self, growth: Growth, kept: Mapping[str, Tensor], carries: Sequence[Carried]) -> Mapping[str, Tensor]:
         if (inserted := growth.inserted) is not None:
             added = self._on_canvas(inserted, 0)
@@ -229,6 +243,8 @@ class BidirectionalState(DecodeState):
             self.masked = shifted(self.masked, added, True)
             self.changed = shifted(self.changed, added, False)
             self.frozen = self.frozen & ~moved
+            if self.decoded_in is not None:
+                self.decoded_in = shifted(self.decoded_in, added, 0)
         positions = torch.arange(self.canvas.shape[1], device=self.canvas.device)
         new = (positions >= (self.end - growth.at_end)[:, None]) & (positions < self.end[:, None])
         self.masked = (self.masked | new) & (positions < self.end[:, None])
