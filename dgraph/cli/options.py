@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from types import GenericAlias
 from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
@@ -177,7 +178,7 @@ def facts(given: Sequence[str] | None, calibration: str | None = None) -> dict[s
 
 def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | None) -> dict[str, Any]:
     """`key=value` texts, each read as the type of its default, or as the type that is given for one, None as a whole
-    number; see `recipe_options`.
+    number, a tuple as one of what its default begins with; see `recipe_options`.
     """
     options = {}
     for text in given or ():
@@ -189,6 +190,8 @@ def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | Non
         if key in options:
             raise InputError(f"option {key!r} is given twice, the second time as {value!r}; give it once.")
         default = defaults[key]
+        if isinstance(default, tuple) and default:
+            default = GenericAlias(tuple, (type(default[0]), ...))
         given_type = isinstance(default, type) or get_origin(default) is tuple
         read = default if given_type else int if default is None else type(default)
         options[key] = typed("option", key, value, read)

@@ -31,7 +31,7 @@ class AdaBlock(DecodeRule):
         share: in (0, 1]; published: 0.25.
     """
 
-    delimiters: tuple[int, ...]
+    delimiters: tuple[int, ...] = (198,)
     threshold: float = 0.9
     least: float = 0.3
     usual: int = 32
