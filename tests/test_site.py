@@ -17,6 +17,7 @@ from dgraph.cli.app import COMMANDS
 from dgraph.ops import OPS
 from dgraph.passes import PASSES
 from dgraph.recipes import RECIPES
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS
 from dgraph.runtime.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +63,9 @@ def test_the_site_builds_and_has_every_name(tmp_path: Path) -> None:
     ):
         text = (tmp_path / "reference" / f"{page}.html").read_text(encoding="utf-8")
         assert set(names) <= set(re.findall(rf"<h{level} id=\"[^\"]*\">(.*?)<a", text)), page
+
+    inputs = (tmp_path / "reference" / "step-inputs.html").read_text(encoding="utf-8")
+    assert STEP_INPUTS.keys() <= set(re.findall(r"<td><code>(\w+)</code></td>", inputs))
 
     assert "Commands of MaskKV" in (tmp_path / "papers.html").read_text(encoding="utf-8")
 

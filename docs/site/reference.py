@@ -29,6 +29,7 @@ from dgraph.plans.papers import Paper
 from dgraph.recipes import RECIPES, costs_of
 from dgraph.recipes.options import documented
 from dgraph.runtime import policies
+from dgraph.runtime.loop.step_inputs import STEP_INPUTS
 from dgraph.serve.application import build
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.settings import ServerConfig
@@ -37,6 +38,15 @@ FUNCTIONS = ("optimize", "load", "adopt", "recipe", "capture", "rewrite", "dump"
 """Public names that come first, in this order."""
 SETTINGS = ("Decoding", "Sampler", "Compilation", "WarmUp", "EngineConfig")
 """Public names that are settings, in the order of their page."""
+SHAPES = {"row": "[N]", "sequence": "[b]", "offsets": "[b + 1]", "key": "[M]", "constant": "[]"}
+WANTED = {
+    "": "always",
+    "plan": "under a row plan",
+    "hides": "under a region that hides rows",
+    "kv": "to recipes that keep some keys",
+    "modes": "to canvases of random tokens",
+}
+"""When an input is offered, by `StepInput.needs`."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 """Signs of bounds of JSON Schema."""
 ANY = (1 << 31) - 1
@@ -266,6 +276,17 @@ def _type(schema: Mapping[str, Any]) -> str:
     return ", ".join([kind, *said])
 
 
+def step_inputs() -> str:
+    """Every input that the decode loop offers to programs."""
+    rows = []
+    for name, each in STEP_INPUTS.items():
+        said, _, rest = each.meaning.rpartition("]: ")
+        shape = f"{said}]" if said else SHAPES[each.per]
+        kind = f"`{str(each.dtype).removeprefix('torch.')}{shape}`"
+        rows.append((f"`{name}`", kind, inline(rest), WANTED[each.needs]))
+    return table(("input", "type", "meaning, of a row or of a sequence", "offered"), rows)
+
+
 def rules() -> str:
     """Every rule of the verifier."""
     return table(("rule", "what must hold"), [(rule.name, inline(rule.demands)) for rule in RULES])
@@ -293,6 +314,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/passes.md": passes,
     "reference/ops.md": ops,
     "reference/settings.md": settings,
+    "reference/step-inputs.md": step_inputs,
     "internals/verifier.md": lambda: f"{rules()}\n\n{modules('dgraph.ir')}",
     "internals/capture.md": partial(modules, "dgraph.frontend"),
     "internals/lowering.md": partial(modules, "dgraph.lowering"),

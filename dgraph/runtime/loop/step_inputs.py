@@ -43,6 +43,8 @@ class StepInput:
     Attributes:
         dtype, per: as an `InputSpec` declares them.
         value: computes it; None if the caches hold it.
+        meaning: of one of its elements, for the reference; "[...]: ..." where the shape is not [N], [b], [b + 1] or
+            that of what it is `per`.
         needs: requirement on the session; "" for none. "plan": a row plan; "hides": a row plan that hides rows;
             "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised).
         fixed: True of a config under which it stays as it is before the first step.
@@ -52,6 +54,7 @@ class StepInput:
     dtype: torch.dtype
     per: str
     value: Callable[[StepContext], Tensor] | None
+    meaning: str
     needs: str = ""
     fixed: Callable[[BatchConfig], bool] = lambda config: False
     late: bool = False
@@ -122,58 +125,156 @@ def _key_positions(at: StepContext) -> Tensor:
 
 
 STEP_INPUTS: dict[str, StepInput] = {
-    # Rows: token, position, positions that it sees (those before `limit`), and its two flags (see `StepRows`).
-    "input_ids": StepInput(torch.int64, "row", lambda at: at.rows.input_ids),
-    "positions": StepInput(torch.int64, "row", lambda at: at.rows.positions),
-    "limit": StepInput(torch.int32, "row", lambda at: at.rows.limit),
-    "masked": StepInput(torch.bool, "row", lambda at: at.rows.masked),
-    "candidate": StepInput(torch.bool, "row", lambda at: at.rows.candidate),
-    # The row predicts a position of the current block.
-    "in_block": StepInput(torch.bool, "row", _in_block),
-    # The token that stands at the position that the row predicts (the mask token of a mask), -1 without one.
-    "current": StepInput(torch.int64, "row", lambda at: standing_tokens(at.rows, at.state)),
-    "cu_rows": StepInput(torch.int32, "offsets", lambda at: at.rows.cu_rows),
-    # The row's prediction is a draft, which a later step verifies.
-    "drafted": StepInput(torch.bool, "row", _drafted),
-    # Everything is recomputed for the row; its token was decoded in the step before, or `full`.
-    "full": StepInput(torch.bool, "row", lambda at: _given(at.rows.full), needs="plan"),
-    "changed": StepInput(torch.bool, "row", lambda at: _given(at.rows.changed), needs="plan"),
-    # The row is encoded (else denoised); the position from which windows count back.
-    "encoded": StepInput(torch.bool, "row", lambda at: _given(at.rows.encoded), needs="modes"),
-    "origin": StepInput(torch.int32, "row", lambda at: _given(at.rows.origin), needs="modes"),
-    # Places of the rows' keys in the pages of their sequences.
-    "slots": StepInput(torch.int64, "row", lambda at: _given(at.rows.slots), needs="hides"),
-    # Draws: see `dgraph.runtime.sampling.random_numbers`.
-    "temperature": StepInput(torch.float32, "row", _temperature, fixed=lambda config: not config.draws),
-    "seed": StepInput(torch.int64, "row", _seed, fixed=lambda config: not config.draws),
+    "input_ids": StepInput(torch.int64, "row", lambda at: at.rows.input_ids, "its token"),
+    "positions": StepInput(torch.int64, "row", lambda at: at.rows.positions, "its position in the sequence, from 0"),
+    "limit": StepInput(
+        torch.int32, "row", lambda at: at.rows.limit, "end of the positions that it sees: all before it, its own too"
+    ),
+    "masked": StepInput(
+        torch.bool, "row", lambda at: at.rows.masked, "its own position is in the current block and holds a mask"
+    ),
+    "candidate": StepInput(
+        torch.bool,
+        "row",
+        lambda at: at.rows.candidate,
+        "the LM head predicts for it. The step may commit the token of the position that it predicts: a mask of the "
+        "block, or a decoded one of a rule that edits; with `DecodeRule.tail` also the end of the response",
+    ),
+    "in_block": StepInput(torch.bool, "row", _in_block, "it predicts a position of the current block, decoded or not"),
+    "current": StepInput(
+        torch.int64,
+        "row",
+        lambda at: standing_tokens(at.rows, at.state),
+        "the token that stands at the position of the block that it predicts, the mask token of a mask; -1 without one",
+    ),
+    "cu_rows": StepInput(
+        torch.int32, "offsets", lambda at: at.rows.cu_rows, "where the rows of each sequence begin; last, how many live"
+    ),
+    "drafted": StepInput(torch.bool, "row", _drafted, "its prediction is a draft, which a later step verifies"),
+    "full": StepInput(
+        torch.bool,
+        "row",
+        lambda at: _given(at.rows.full),
+        "everything is computed anew for it: its sequence takes a full step, or it commits a block",
+        needs="plan",
+    ),
+    "changed": StepInput(
+        torch.bool,
+        "row",
+        lambda at: _given(at.rows.changed),
+        "its own token was decoded or replaced in the step before, or it is `full`",
+        needs="plan",
+    ),
+    "encoded": StepInput(
+        torch.bool, "row", lambda at: _given(at.rows.encoded), "it is encoded, else denoised", needs="modes"
+    ),
+    "origin": StepInput(
+        torch.int32,
+        "row",
+        lambda at: _given(at.rows.origin),
+        "the position from which windows count back: its own if it is encoded, else the start of its block",
+        needs="modes",
+    ),
+    "slots": StepInput(
+        torch.int64,
+        "row",
+        lambda at: _given(at.rows.slots),
+        "place of its keys in the pages of its sequence, counted over the rows that exist; `limit` counts these too",
+        needs="hides",
+    ),
+    "temperature": StepInput(
+        torch.float32, "row", _temperature, "of its draw; 0 takes the likeliest", fixed=lambda config: not config.draws
+    ),
+    "seed": StepInput(
+        torch.int64,
+        "row",
+        _seed,
+        "of its draw: a hash of the request's seed, prompt, position and step; 0 where nothing is drawn",
+        fixed=lambda config: not config.draws,
+    ),
     "noise": StepInput(
-        torch.float32, "row", lambda at: uniform(_seed(at)), fixed=lambda config: not config.select_noise
+        torch.float32,
+        "row",
+        lambda at: uniform(_seed(at)),
+        "uniform in [0, 1), from its seed",
+        fixed=lambda config: not config.select_noise,
     ),
-    "script": StepInput(torch.float32, "row", _script),
-    # Sequences: where the prompt, the current block and the response begin and end (positions; ends are exclusive).
-    # Steps of the sequence and of its current block before this one. Tokens per step so far, in the block and in the
-    # sequence.
-    "prompt_end": StepInput(torch.int32, "sequence", lambda at: at.state.prompt_end.int(), fixed=lambda config: True),
+    "script": StepInput(torch.float32, "row", _script, "score by which a scripted run selects rows; else 0"),
+    "prompt_end": StepInput(
+        torch.int32, "sequence", lambda at: at.state.prompt_end.int(), "end of its prompt", fixed=lambda config: True
+    ),
     "response_end": StepInput(
-        torch.int32, "sequence", lambda at: at.state.end.int(), fixed=lambda config: not config.policy.traits.extends
+        torch.int32,
+        "sequence",
+        lambda at: at.state.end.int(),
+        "end of its response; a rule that extends moves it",
+        fixed=lambda config: not config.policy.traits.extends,
     ),
-    "block_start": StepInput(torch.int32, "sequence", lambda at: at.state.start.int()),
-    "block_end": StepInput(torch.int32, "sequence", lambda at: (at.state.start + at.state.block).int()),
-    "step": StepInput(torch.int32, "sequence", lambda at: at.state.counter.int()),
-    "block_step": StepInput(torch.int32, "sequence", lambda at: at.state.forwards.int()),
-    "average": StepInput(torch.float32, "sequence", _average),
-    "sequence_average": StepInput(torch.float32, "sequence", lambda at: at.state.sequence_average),
-    # Keys: the cache's pages; positions that are always seen, and the action on the others
-    # (`dgraph.ops.attention.sparse`).
-    "page_table": StepInput(torch.int32, "sequence", None),
-    "pack_start": StepInput(torch.int32, "constant", None, needs="kv"),
-    "window": StepInput(torch.int32, "sequence", lambda at: _given(at.state.window), needs="kv"),
-    "action": StepInput(torch.int32, "sequence", lambda at: _given(at.state.action), needs="kv"),
-    "adapt": StepInput(torch.bool, "row", _adapt, needs="kv"),
-    # All positions that rows of a sequence may see, if it does not reuse packed keys.
-    "key_positions": StepInput(torch.int64, "key", _key_positions, needs="kv", late=True),
+    "block_start": StepInput(
+        torch.int32, "sequence", lambda at: at.state.start.int(), "position where its current block begins"
+    ),
+    "block_end": StepInput(
+        torch.int32,
+        "sequence",
+        lambda at: (at.state.start + at.state.block).int(),
+        "end of that block, also where the response ends before it",
+    ),
+    "step": StepInput(
+        torch.int32, "sequence", lambda at: at.state.counter.int(), "steps that it has had before this one"
+    ),
+    "block_step": StepInput(
+        torch.int32, "sequence", lambda at: at.state.forwards.int(), "steps of its current block before this one"
+    ),
+    "average": StepInput(
+        torch.float32,
+        "sequence",
+        _average,
+        "tokens per step of its block so far, 1 before the first; inf where nothing may be evicted",
+    ),
+    "sequence_average": StepInput(
+        torch.float32, "sequence", lambda at: at.state.sequence_average, "the same over all of its steps"
+    ),
+    "page_table": StepInput(torch.int32, "sequence", None, "[b, P]: pages of its positions in order; -1 for none"),
+    "pack_start": StepInput(
+        torch.int32, "constant", None, "[layers, b]: where its kept keys begin in the packed caches", needs="kv"
+    ),
+    "window": StepInput(
+        torch.int32,
+        "sequence",
+        lambda at: _given(at.state.window),
+        "[b, 2]: begin and end of the positions whose keys it always sees",
+        needs="kv",
+    ),
+    "action": StepInput(
+        torch.int32,
+        "sequence",
+        lambda at: _given(at.state.action),
+        "use of other keys (`dgraph.ops.attention.sparse`): DENSE all, SELECT all and choose, REUSE the kept ones, "
+        "REPACK the kept ones once they are renewed",
+        needs="kv",
+    ),
+    "adapt": StepInput(
+        torch.bool,
+        "row",
+        _adapt,
+        "its sequence reuses kept keys in this step; what a pass keeps of the row may be adapted, not computed anew",
+        needs="kv",
+    ),
+    "key_positions": StepInput(
+        torch.int64,
+        "key",
+        _key_positions,
+        "positions that sequences see that do not reuse kept keys, one sequence after the other, then 0",
+        needs="kv",
+        late=True,
+    ),
     "cu_keys": StepInput(
-        torch.int32, "offsets", lambda at: offsets_of(at.state.seen_keys().sum(dim=1)), needs="kv", late=True
+        torch.int32,
+        "offsets",
+        lambda at: offsets_of(at.state.seen_keys().sum(dim=1)),
+        "where the `key_positions` of each sequence begin; last, how many there are",
+        needs="kv",
+        late=True,
     ),
 }
 """Inputs by name; a name means the same in every program and on every family."""
