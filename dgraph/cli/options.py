@@ -177,8 +177,10 @@ def facts(given: Sequence[str] | None, calibration: str | None = None) -> dict[s
 
 
 def read_options(kind: str, defaults: dict[str, Any], given: Sequence[str] | None) -> dict[str, Any]:
-    """`key=value` texts, each read as the type of its default, or as the type that is given for one, None as a whole
-    number, a tuple as one of what its default begins with; see `recipe_options`.
+    """`key=value` texts, each read as the type of its default, or as the type that is given for one; see
+    `recipe_options`.
+
+    None is read as a whole number, and a tuple as one of the type that it begins with.
     """
     options = {}
     for text in given or ():

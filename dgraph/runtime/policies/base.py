@@ -191,10 +191,10 @@ class DecodeRule:
     def extend(self, candidates: Candidates, chosen: Tensor) -> Tensor:
         """i64[b]: masks that are added at the end of each response, once `chosen` is committed; 0 for none.
 
-        Masks beyond `Candidates.room` are left out. A rule that `inserts` returns i64[b, B + 1], the masks that follow
-        each column of the block, and in the last column those at the end. What stands after an inserted mask moves on,
-        beyond the block too, so that nothing is lost. A sequence in which more is inserted than there is room for, or
-        in which fixed tokens lie ahead, inserts nothing in that step.
+        Masks beyond `Candidates.room` are left out. A rule that `inserts` returns i64[b, B + 1]: the masks that follow
+        each column of the block, and then those at the end. Tokens after an inserted mask move on, beyond the block
+        too, so that nothing is lost. A sequence in which more is inserted than there is room for, or in which fixed
+        tokens lie ahead, inserts nothing in that step.
         """
         raise NotImplementedError
 

@@ -24,7 +24,7 @@ class Growth:
 
     @classmethod
     def of(cls, more: Tensor, block: int, room: Tensor, fixed_ahead: Tensor) -> Growth:
-        """What there is room for; see `DecodeRule.extend`.
+        """The growth that a rule asks for, as far as there is room for it; see `DecodeRule.extend`.
 
         Args:
             more: what the rule returned.
