@@ -106,7 +106,7 @@ class Distributions:
             self._written = args[0].detach().clone()
         elif op.name in ATTENTIONS:
             given = dict(zip(op.arguments, args, strict=False))
-            keys = given.get("k", self._written)
+            keys = self._written if given.get("k") is None else given["k"]
             if keys is not None:
                 live = int(given["cu_rows"][-1])
                 q, k, context = (value[:live].detach().clone() for value in (given["q"], keys, result))

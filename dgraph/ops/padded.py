@@ -185,10 +185,26 @@ def check_window(op: str, origin: Tensor | None, window: int, dense: bool = Fals
         )
 
 
-def hidden_keys(at: Tensor, limit: Tensor, origin: Tensor | None, window: int) -> Tensor:
-    """Flag the keys at positions [..., K] that rows of limit and origin [..., R] do not see, bool[..., R, K]."""
-    hidden = at[..., None, :] >= limit[..., :, None]
-    return hidden if origin is None else hidden | (at[..., None, :] <= origin[..., :, None] - window)
+def check_gap(op: str, rows: int, gap: Tensor | None) -> None:
+    """Refuse a gap that is no [N, 2]."""
+    if gap is not None and gap.shape != (rows, 2):
+        raise InputError(
+            f"dgraph::{op}: a gap is i32[N, 2]: for each row, where the positions that it does not see begin and end. "
+            f"Got {list(gap.shape)} for {rows} rows."
+        )
+
+
+def hidden_keys(at: Tensor, limit: Tensor, origin: Tensor | None, window: int, gap: Tensor | None = None) -> Tensor:
+    """Flag the keys at positions [..., K] that rows of limit, origin [..., R] and gap [..., R, 2] do not see.
+
+    Returns:
+        bool[..., R, K].
+    """
+    keys = at[..., None, :]
+    hidden = keys >= limit[..., :, None]
+    if origin is not None:
+        hidden = hidden | (keys <= origin[..., :, None] - window)
+    return hidden if gap is None else hidden | ((keys >= gap[..., :, :1]) & (keys < gap[..., :, 1:]))
 
 
 def check_heads(op: str, q: Tensor, k: Tensor, dim: int) -> None:

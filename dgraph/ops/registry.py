@@ -63,6 +63,8 @@ class Op:
             row of anything. Empty: it looks at several rows, of one sequence alone.
         apart_by: the argument by which it tells sequences apart, if it looks at several rows and takes no offsets
             i32[b+1]. It holds numbers of blocks, or flags of the rows that were packed.
+        added: the argument that flags rows which a step has beside those of its sequences (see `RowPlan.added`). No
+            other row sees them, and the op writes nothing for them. None: it knows no such rows.
         count: the argument whose last entry is the number of live rows, on the device. Padding rows of the other
             arguments are left alone, and may hold anything. If the op acts row by row, only that entry counts.
         live_form_of: the op that it computes for the live rows alone, as it reads in a dump ("linear",
@@ -104,6 +106,7 @@ class Op:
     reads: tuple[str, ...] | None = None
     by_row: tuple[str, ...] = ()
     apart_by: str | None = None
+    added: str | None = None
     count: str | None = None
     live_form_of: str | None = None
     own_rows: tuple[str, ...] = ()
@@ -128,7 +131,10 @@ class Op:
         Raises:
             InputError: naming the op, the fact, and the arguments that there are.
         """
-        facts = "mutates", "reads", "by_row", "apart_by", "own_rows", "stored", "rounded", "count", "copies", "scales"
+        facts = (
+            *("mutates", "reads", "by_row", "apart_by", "added", "own_rows"),
+            *("stored", "rounded", "count", "copies", "scales"),
+        )
         for fact in facts:
             value = getattr(self, fact)
             said = (value,) if isinstance(value, str) else value or ()
@@ -146,6 +152,11 @@ class Op:
     def arguments(self) -> tuple[str, ...]:
         """Names of the arguments, in order."""
         return tuple(argument.name for argument in self.overload._schema.arguments)
+
+    def call_args(self, args: Sequence[Any], **given: Any) -> tuple[Any, ...]:
+        """Arguments of a call with others in the places of some; defaults where nothing is given."""
+        known = dict(zip(self.arguments, args, strict=False)) | given
+        return tuple(known.get(a.name, a.default_value) for a in self.overload._schema.arguments)
 
     def values(self, names: str | Sequence[str] | None, args: Sequence[Any]) -> list[Any]:
         """Arguments of a call that have one of the names, in the order of the schema."""

@@ -95,6 +95,56 @@ def test_paged_attention_against_loops(seed: int) -> None:
             assert_close(got[i].double(), attend_row(q[i], k, v, 0.4), rtol=1e-5, atol=1e-5)
 
 
+def with_ranges(step: dict[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
+    """A gap for each row, empty for some, and the rows that see a key of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    n = len(step["q"])
+    begin, size = (torch.randint(0, 12, (n,), generator=generator) for _ in range(2))
+    return torch.stack([begin, begin + size], 1).int(), torch.rand(n, generator=generator) < 0.4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_ranges_and_own_keys_against_loops(seed: int) -> None:
+    """In float64, with NaN for the keys of rows without their flag and for slots that are not written."""
+    step = {n: x.double() if x.is_floating_point() else x for n, x in random_step(seed + 400).items()}
+    gap, own = with_ranges(step, seed)
+    q, table, cu_rows, limit, at = (step[x] for x in ("q", "page_table", "cu_rows", "limit", "positions"))
+    packed = ops.packed_attention(q, step["k"], step["v"], at, cu_rows, limit, 0.4, None, 0, gap, own)
+    alone = (x.masked_fill(~own[:, None, None], torch.nan) for x in (step["k"], step["v"]))
+    caches = step["k_cache"], step["v_cache"]
+    paged = ops.paged_attention(q, *caches, table, cu_rows, limit, 0.4, None, None, None, 0, gap, own, *alone)
+    for s, rows in enumerate(sequences(cu_rows)):
+        for i in rows:
+            begin, end = gap[i].tolist()
+            seen = [j for j in rows if not own[j] and at[j] < limit[i] and not begin <= at[j] < end]
+            seen += [i] if own[i] else []
+            assert_close(packed[i], attend_row(q[i], step["k"][seen], step["v"][seen], 0.4))
+            there = [p for p in range(int(limit[i])) if not begin <= p < end]
+            k, v = (cached(x, table, s, int(limit[i]))[there] for x in caches)
+            if own[i]:
+                k, v = torch.cat([k, step["k"][i : i + 1]]), torch.cat([v, step["v"][i : i + 1]])
+            assert_close(paged[i], attend_row(q[i], k, v, 0.4))
+
+
+def test_rows_that_are_not_written_are_seen_by_themselves_alone() -> None:
+    """Rows after the others of a sequence: through the cache they see what they see among the rows of the step."""
+    generator = torch.Generator().manual_seed(7)
+    at = torch.tensor([0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 1])  # the last two of the first sequence, the last of the second
+    own = torch.tensor([0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1]).bool()
+    q, k, v = (torch.randn(11, h, 8, generator=generator) for h in (4, 2, 2))
+    gap = torch.where(own[:, None], torch.stack([at, at + 1], 1), 0).int()
+    cu_rows, limit = cu_rows_of([7, 4]), torch.tensor([5] * 7 + [3] * 4).int()
+    table, pages = page_table_of([5, 3], 2, generator)
+    caches = [torch.full((pages, 2, 2, 8), torch.nan) for _ in range(2)]
+    ops.kv_write(k, v, *caches, at, table, cu_rows, None, None, own)
+    got = ops.paged_attention(q, *caches, table, cu_rows, limit, 0.4, None, None, None, 0, gap, own, k, v)
+    want = ops.packed_attention(q, k, v, at, cu_rows, limit, 0.4, None, 0, gap, own)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+    plain = [x[~own] for x in (q, k, v, at)]
+    without = ops.packed_attention(*plain, cu_rows_of([5, 3]), limit[~own], 0.4)
+    assert_close(want[~own], without, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_kv_write_stores_live_rows_and_nothing_else(seed: int) -> None:
     step = random_step(seed + 200)
@@ -173,6 +223,20 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
         assert_close((one, two), (packed[r], paged[r]), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_two_ranges_give_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
+    step = random_step(seed + 500)
+    q, k, v, cu_rows, limit = (step[x] for x in ("q", "k", "v", "cu_rows", "limit"))
+    caches, table, (gap, own) = (step["k_cache"], step["v_cache"]), step["page_table"], with_ranges(step, seed)
+    more = None, None, None, 0
+    paged = ops.paged_attention(q, *caches, table, cu_rows, limit, 0.4, *more, gap, own, k, v)
+    for s, rows in enumerate(sequences(cu_rows)):
+        r, alone = slice(rows.start, rows.stop), cu_rows_of([len(rows)])
+        by_row = gap[r], own[r], k[r], v[r]
+        one = ops.paged_attention(q[r], *caches, table[s : s + 1], alone, limit[r], 0.4, *more, *by_row)
+        assert_close(one, paged[r], rtol=0, atol=0)
+
+
 def test_a_large_batch_is_split_into_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     step = random_step(4)
     args = (
@@ -199,6 +263,13 @@ def test_errors_say_what_is_wrong() -> None:
         ops.paged_attention(q[:, :2], cache, cache, table, cu_rows, limit + 3, 1.0)
     with pytest.raises(InputError, match="page_table entry is negative"):
         ops.paged_attention(q[:, :2], cache, cache, table - 1, cu_rows, limit, 1.0)
+    two = ops.paged_attention, (q[:, :2], cache, cache, table, cu_rows, limit, 1.0, None, None, None, 0)
+    with pytest.raises(InputError, match=r"a gap is i32\[N, 2\].* Got \[2\] for 2 rows"):
+        two[0](*two[1], limit)
+    with pytest.raises(InputError, match=r"with k and v \[2, 2, 8\]; give all three or none of them, got own=None"):
+        two[0](*two[1], None, None, k, k)
+    with pytest.raises(InputError, match=r"k=torch.float32 \[2, 3, 8\]"):
+        two[0](*two[1], None, limit > 0, q, k)
     with pytest.raises(InputError, match="kv_write: a row's position lies on page 1, but the cache has 1 pages"):
         ops.kv_write(k, k, cache, cache.clone(), at, table + 1, cu_rows)
     with pytest.raises(InputError, match="kv_write: a row has position 5, but the page table holds 1 pages of 4"):

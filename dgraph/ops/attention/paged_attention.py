@@ -12,7 +12,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
 from dgraph.ops.kv.scales import FLOAT8, check_scale, scaled, unscaled
-from dgraph.ops.padded import attend, check_heads, check_window, hidden_keys, mask_of, padded_length
+from dgraph.ops.padded import attend, check_gap, check_heads, check_window, hidden_keys, mask_of, padded_length
 from dgraph.ops.per_stage import per_stage
 from dgraph.ops.registry import Sample, define, numeric
 
@@ -20,12 +20,16 @@ CONTRACT = """\
 Row i sees the cache positions [0, limit[i]) of its sequence, and of these, where there is a window, those after
 origin[i] - window: the row itself or its block begins at origin. Position p of sequence s lives at
 cache[page_table[s, p // page], p % page].
+A gap hides the positions in [gap[i, 0], gap[i, 1]) from row i. A row with own[i] also sees its own key and value, k[i]
+and v[i], which stand in no cache, whatever its limit, window and gap are.
 q [N, Hq, D]; k_cache, v_cache [pages, page, Hkv, D]; page_table i32[b, P]; cu_rows i32[b+1]; limit i32[N];
-origin i32[N], or None with window 0 -> [N, Hq, D] in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
+origin i32[N], or None with window 0; gap i32[N, 2], or None; own bool[N], k and v [N, Hkv, D] in the dtype of q, or
+None -> [N, Hq, D] in the dtype of q. Query head h reads KV head h // (Hq / Hkv).
 Scores q.k * scale and sums in fp32 at least.
 Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], by head: a key stands for
 k_scale times what is stored, a value for v_scale times that, multiplied in fp32 into score and weight.
-A row with limit 0, and a padding row, gives zeros. Padding rows may hold anything. A slot that no row of the
+A row that sees nothing, and a padding row, gives zeros. Padding rows, and k and v of rows without own, may hold
+anything. A slot that no row of the
 sequence sees may hold anything, NaN included; table entries past the last page that a row sees are not read.
 Deterministic. The reference pads each sequence to lengths that depend on nothing but its own rows and
 limits, so that a sequence gives the same bits alone and in any batch."""
@@ -43,24 +47,63 @@ def reference(
     v_scale: Tensor | None = None,
     origin: Tensor | None = None,
     window: int = 0,
+    gap: Tensor | None = None,
+    own: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
 ) -> Tensor:
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
     check_window("paged_attention", origin, window)
+    check_ranges(q, k_cache, gap, own, k, v)
     for cache, by in ((k_cache, k_scale), (v_cache, v_scale)):
         check_scale("paged_attention", cache, by)
     out = q.new_zeros(q.shape)
     wide = q if k_scale is None else q.to(numeric(q.dtype))
-    for s in _sequences(page_table, cu_rows, limit, k_cache.shape[1], wide.dtype):
+    for s in _sequences(page_table, cu_rows, limit, own, k_cache.shape[1], wide.dtype):
         keys, values = (s.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
         mask, blind = s.mask, None
-        if mask is None or origin is not None:
+        ranges = origin is not None or gap is not None or own is not None
+        if mask is None or ranges:
             end = _filled_up(limit[s.rows])[None]
-            since = None if origin is None else _filled_up(origin[s.rows])[None]
-            hidden = hidden_keys(s.slots[None], end, since, window)
-            mask, blind = mask_of(hidden, wide.dtype), end <= 0 if origin is None else hidden.all(dim=2)
+            since, two = (None if x is None else _filled_up(x[s.rows])[None] for x in (origin, gap))
+            hidden = hidden_keys(s.slots[None], end, since, window, two)
+            if own is not None and k is not None and v is not None:
+                alone = _filled_up(own[s.rows])
+                hidden = torch.cat([hidden, ~torch.diag(alone)[None]], dim=2)
+                keys, values = (_with_own(x, y[s.rows], alone) for x, y in ((keys, k), (values, v)))
+            mask, blind = mask_of(hidden, wide.dtype), hidden.all(dim=2) if ranges else end <= 0
         found = attend(_filled_up(wide[s.rows])[None], keys, values, mask, blind, scale)
         out[s.rows] = found[0, : s.count].to(q.dtype)
     return out
+
+
+def check_ranges(
+    q: Tensor, k_cache: Tensor, gap: Tensor | None, own: Tensor | None, k: Tensor | None, v: Tensor | None
+) -> None:
+    """Refuse a gap that is no [N, 2], and own keys without their flags, or the other way round.
+
+    Raises:
+        InputError: naming what was given.
+    """
+    check_gap("paged_attention", len(q), gap)
+    want = torch.Size([len(q), k_cache.shape[2], q.shape[2]])
+    got = ["None" if x is None else f"{x.dtype} {list(x.shape)}" for x in (own, k, v)]
+    if {x is None for x in (own, k, v)} == {True}:
+        return
+    if own is None or k is None or v is None or own.shape != (len(q),) or {k.shape, v.shape} != {want}:
+        raise InputError(
+            f"dgraph::paged_attention: rows that see a key of their own take own bool[N] with k and v {list(want)}; "
+            f"give all three or none of them, got own={got[0]}, k={got[1]} and v={got[2]}."
+        )
+
+
+def _with_own(values: Tensor, own: Tensor, alone: Tensor) -> Tensor:
+    """Append own keys or values [R, Hkv, D], filled up to the flags alone, to those of a sequence, [1, K, Hkv, D].
+
+    They are zeros without their flag: they may hold NaN, which no mask hides.
+    """
+    there = _filled_up(own).to(values.dtype).masked_fill(~alone[:, None, None], 0)
+    return torch.cat([values, there[None]], dim=1)
 
 
 @dataclass(frozen=True)
@@ -97,15 +140,18 @@ class _Sequence:
 
 
 @per_stage
-def _sequences(page_table: Tensor, cu_rows: Tensor, limit: Tensor, page: int, dtype: torch.dtype) -> list[_Sequence]:
-    """Sequences with a row that sees at least one position."""
+def _sequences(
+    page_table: Tensor, cu_rows: Tensor, limit: Tensor, own: Tensor | None, page: int, dtype: torch.dtype
+) -> list[_Sequence]:
+    """Sequences with a row that sees at least one position, or a key of its own."""
     starts, limits = cu_rows.tolist(), limit.tolist()
+    alone = [False] * len(limits) if own is None else own.tolist()
     found = []
     for s, table in enumerate(page_table.tolist()):
         rows = slice(starts[s], starts[s + 1])
         ends = limits[rows]
-        length = max(ends, default=0)
-        if length <= 0:
+        length = max([0, *ends])
+        if length == 0 and not any(alone[rows]):
             continue
         pages = torch.tensor(_pages(table, length, page), device=limit.device)
         slots = torch.arange(len(pages) * page, device=limit.device)
@@ -126,7 +172,7 @@ def _pages(table: list[int], length: int, page: int) -> list[int]:
             f"{len(table)} pages of {page}. Pass a wider page table."
         )
     pages = table[: -(-length // page)]
-    if min(pages) < 0:
+    if min(pages, default=0) < 0:
         raise InputError(
             "dgraph::paged_attention: a row sees a position in a page that its sequence does not have (its "
             "page_table entry is negative). Assign and write every page below the limit first."
@@ -148,7 +194,8 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     """Bytes that a call allocates beside its result.
 
     On a GPU: the shares that are added up if the keys of a sequence are divided. On a CPU: the keys and values of a
-    sequence and of the one before it; a sequence's rows before and after; and positions and mask of every sequence.
+    sequence and of the one before it, and again with the own keys of rows if these have some; a sequence's rows before
+    and after; and positions and mask of every sequence.
     """
     page, heads, width = k_cache.shape[1:]
     if device.type == "cuda":
@@ -158,6 +205,8 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, *sizes, device)
     b, keys = page_table.shape[0], page_table.shape[1] * page
     values, size = 4 * keys * heads * width + 2 * q.numel() // max(b, 1), q.element_size()
+    if rest[8:9] not in ((), (None,)):
+        values += 2 * (keys + q.shape[0] // max(b, 1)) * heads * width
     if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a sequence's results in fp32, too
         size = max(size, 4)
         values += keys * heads * width + q.numel() + q.numel() // max(b, 1)
@@ -180,9 +229,34 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
     assert two.padded is not None
     yield Sample("windows", (*two.args, None, None, origin, 3), (*two.padded, None, None, pad_rows(origin, 5), 3))
     yield _ring(generator)
+    for sample in _ranges(two, origin, generator):
+        yield sample
+        if not sample.name.endswith("windows"):
+            assert sample.padded is not None
+            calls = ((*in_float8(args[:7]), *args[9:]) for args in (sample.args, sample.padded))
+            yield Sample(f"{sample.name}, float8", *calls)
     for sample in (two, _sample("one row", (1,), torch.tensor([70]).int(), 16, 6, 2, 20, generator)):
         assert sample.padded is not None
         yield Sample(f"{sample.name}, float8", in_float8(sample.args), in_float8(sample.padded))
+
+
+def _ranges(sample: Sample, origin: Tensor, generator: torch.Generator) -> Iterator[Sample]:
+    """The calls of a sample with rows that see two ranges, and rows that also see a key of their own."""
+    q, k_cache, *_, limit, _ = sample.args
+    gap = torch.stack([limit - 3, limit - 1], 1).clamp(min=0).int()
+    gap[0], gap[2] = torch.tensor([2, 2]), torch.tensor([0, 99])  # an empty one, and one that leaves nothing
+    own = torch.arange(len(q)) % 2 == 0
+    k, v = (torch.randn(len(q), *k_cache.shape[2:], generator=generator) for _ in range(2))
+    for x in (k, v):
+        x[~own] = torch.nan
+    for name, more in (
+        ("two ranges", (None, 0, gap, None, None, None)),
+        ("own keys", (None, 0, None, own, k, v)),
+        ("two ranges, own keys and windows", (origin, 3, gap, own, k, v)),
+    ):
+        padded = tuple(pad_rows(x, 5) if isinstance(x, Tensor) else x for x in more)
+        assert sample.padded is not None
+        yield Sample(name, (*sample.args, None, None, *more), (*sample.padded, None, None, *padded))
 
 
 def _ring(generator: torch.Generator) -> Sample:
@@ -240,6 +314,7 @@ OP = define(
     samples=samples,
     contract=CONTRACT,
     fake=fake,
+    added="own",
     count="cu_rows",
     scales={"k_cache": "k_scale", "v_cache": "v_scale"},
     padding=(0,),

@@ -20,11 +20,11 @@ returns nothing.
 Caches in float8_e4m3fn have scales k_scale and v_scale f32[pages, page, Hkv], by head (dgraph.ops.kv.scales): a vector
 x of a row and a KV head is written as x / s, rounded to the nearest (ties to even), with s = max(max|x| / 448, 2**-100)
 in its place among the scales. Both are computed in fp32, from x alone.
-positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1].
+positions i64[N]; page_table i32[b, P]; cu_rows i32[b+1]; skip bool[N], or None for no row.
 Padding rows write nothing and may hold anything; table entries that no row addresses are not read. The
 rows of a step address distinct slots, so the order of the writes does not matter.
-A row whose position has no page (a negative entry) writes nothing. A page that the caches do not have is an error in
-the reference and undefined in a kernel."""
+A row whose position has no page (a negative entry), or that skip flags, writes nothing. A page that the caches do not
+have is an error in the reference and undefined in a kernel."""
 
 
 def reference(
@@ -37,8 +37,13 @@ def reference(
     cu_rows: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     rows, slots = placed_rows("kv_write", positions, page_table, cu_rows, *k_cache.shape[:2])
+    if skip is not None:
+        kept = (~skip[: len(positions)][rows]).nonzero()[:, 0]
+        rows = kept if isinstance(rows, slice) else rows[kept]
+        slots = slots[0][kept], slots[1][kept]
     store("kv_write", k[rows], slots, k_cache, k_scale)
     store("kv_write", v[rows], slots, v_cache, v_scale)
 
@@ -50,6 +55,14 @@ def samples(generator: torch.Generator) -> Iterator[Sample]:
             assert sample.padded is not None
             yield Sample("pages missing", *(without_pages(args, 5) for args in (sample.args, sample.padded)))
     yield from in_float8(placed_samples(generator))
+    for sample in [*placed_samples(generator), *in_float8(placed_samples(generator))]:
+        if sample.name.startswith("ragged"):
+            assert sample.padded is not None
+            calls = (
+                (*args, *(None,) * (9 - len(args)), torch.arange(len(args[0])) % 3 == 1)
+                for args in (sample.args, sample.padded)
+            )
+            yield Sample(f"{sample.name}, some rows skipped", *calls)
 
 
 def in_float8(samples: Iterable[Sample]) -> Iterator[Sample]:
@@ -95,6 +108,7 @@ OP = define(
     contract=CONTRACT,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale"),
     scales={"k_cache": "k_scale", "v_cache": "v_scale"},
+    added="skip",
     count="cu_rows",
     kernel="dgraph.ops.kv.triton.kv_write:kernel",
 )

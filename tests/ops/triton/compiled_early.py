@@ -32,6 +32,7 @@ def source(function: Any, early: bool) -> Any:
     constants: dict[str, Any] = {"PAGE": 16, "SIZE": 64, "BLOCK": 64, "OFFSETS": 16, "D": 16, "WIDTH": 16, "SOME": 4}
     constants |= {"SPLITS": 2, "PARTS": 1, "BLOCK_S": 2, "BLOCK_M": 16, "BLOCK_N": 16, "ROWS": 16, "GROUP": 1}
     constants |= {"HEADS": 4, "BLOCK_H": 4, "INTEGERS": True, "REACH": 127, "origin_ptr": None, "window": 0}
+    constants |= dict.fromkeys(("gap_ptr", "own_ptr", "own_k_ptr", "own_v_ptr", "skip_ptr"))
     constants |= {"PRECISION": "tf32", "BULK": False, "ROTATED": True, "EARLY": early}
     return source_of(ASTSource, function, constants, {**pointers, "scale": "fp32"})
 

@@ -47,23 +47,25 @@ INTEGERS = {
     **dict.fromkeys(("table_ptr", "cu_ptr", "limit_ptr", "cu_keys_ptr", "cu_changed_ptr", "window_ptr"), "*i32"),
     **dict.fromkeys(("order_ptr", "offsets_ptr", "slots_ptr", "action_ptr", "count_ptr", "start_ptr"), "*i32"),
     **dict.fromkeys(("voters_ptr", "seen_ptr", "starts_ptr", "listed_ptr", "index_ptr"), "*i32"),
-    **dict.fromkeys(("only_ptr", "full_ptr", "adapt_ptr"), "*i1"),
-    "origin_ptr": "*i32",
+    **dict.fromkeys(("only_ptr", "full_ptr", "adapt_ptr", "skip_ptr", "own_ptr"), "*i1"),
+    **dict.fromkeys(("origin_ptr", "gap_ptr"), "*i32"),
 }
+RANGES = ("origin_ptr", "window", "gap_ptr", "own_ptr", "own_k_ptr", "own_v_ptr", "skip_ptr")
+"""Arguments of rows that see a window, two ranges or a key of their own, and of rows that are not written."""
 SUMS = ("part_ptr", "mass_ptr", "sums_ptr", "similar_ptr", "mean_ptr")
 
 
-def source(function: Any, scaled: bool, copied: bool = False, windowed: bool = False, paged: bool = False) -> Any:
+def source(function: Any, scaled: bool, copied: bool = False, ranges: bool = False, paged: bool = False) -> Any:
     """A kernel with small sizes, with scales or without.
 
-    copied: what is packed is in float8 where it comes from, too. windowed: rows see a window of keys. paged: kept keys
-    stay in their pages.
+    copied: what is packed is in float8 where it comes from, too. ranges: rows see a window with a gap, and keys of
+    their own. paged: kept keys stay in their pages.
     """
     names = function.arg_names
     scales = [n for n in names if n.endswith(("scale_ptr", "by_ptr"))]
     types = {n: "*bf16" for n in names if n.endswith(("_ptr", "_blocks"))} | {"scale": "fp32"}
     types |= INTEGERS | dict.fromkeys(SUMS, "*fp32") | dict.fromkeys(scales, "*fp32")
-    constants = CONSTANTS | ({} if windowed else {"origin_ptr": None, "window": 0})
+    constants = CONSTANTS | ({} if ranges else dict.fromkeys(RANGES) | {"window": 0})
     stored = {*STORED, *READS[function], *(("k_ptr", "v_ptr") if copied else ())}
     if scaled:
         types |= dict.fromkeys(stored, "*fp8e4nv")
@@ -87,7 +89,10 @@ def main() -> None:
     """Print one JSON object."""
     found = {f"{f.__module__.rpartition('.')[2]}.{f.__name__}": lines_of(f, scaled=True) for f in READS}
     found["kv_pack._copy of float8"] = lines_of(kv_pack._copy, scaled=True, copied=True)
-    found["paged_attention._attend with a window"] = lines_of(paged_attention._attend, scaled=True, windowed=True)
+    found["kv_write._write but some"] = lines_of(kv_write._write, scaled=True, ranges=True)
+    for scaled in (False, True):
+        name = f"paged_attention._attend of two ranges{', float8' * scaled}"
+        found[name] = lines_of(paged_attention._attend, scaled=scaled, ranges=True)
     for scaled in (False, True):
         name = f"sparse_attention._attend_kept in pages{', float8' * scaled}"
         found[name] = lines_of(sparse_attention._attend_kept, scaled=scaled, paged=True)

@@ -33,6 +33,7 @@ def source(tiling: Tiling, kv_heads: int, d: int, window: bool, values: str = "b
         **{"OFFSETS": 32, "PRECISION": "tf32", "BULK": True, "ROTATED": False, "EARLY": True},
         **(dict.fromkeys(("k_scale_ptr", "v_scale_ptr")) if values == "bf16" else {}),
         **({} if window else {"origin_ptr": None}),
+        **dict.fromkeys(("gap_ptr", "own_ptr", "own_k_ptr", "own_v_ptr")),
     }
     types = dict.fromkeys(("q_ptr", "cos_ptr", "sin_ptr", "out_ptr"), "*bf16")
     types |= dict.fromkeys(("k_ptr", "v_ptr"), f"*{values}")

@@ -104,6 +104,27 @@ def attention(
     return pad_rows(q, padding), *caches, table, cu_rows_of(counts), pad_rows(limit, padding), d**-0.5
 
 
+def two_ranges(args: Call, *, window: int = 0, seed: int = 0) -> Call:
+    """The same attention with gaps and keys of their own: of most rows one, of a row that sees nothing else another.
+
+    Args:
+        args: as `attention` makes them, in float8 or not.
+        window: positions that a row sees before its limit, 0 for all.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q, k_cache, *_, limit, _ = args[:7]
+    begin = (limit * torch.rand(len(q), generator=generator)).int()
+    gap = torch.stack([begin, begin + torch.randint(0, 30, (len(q),), generator=generator)], 1).int()
+    gap[0] = torch.tensor([0, 1 << 20])
+    own = torch.rand(len(q), generator=generator) < 0.6
+    own[0] = True
+    k, v = (torch.randn(len(q), *k_cache.shape[2:], generator=generator) for _ in "kv")
+    for x in (k, v):
+        x[~own] = torch.nan
+    origin = (limit - 1).int() if window else None
+    return *args[:7], *(args[7:9] or (None, None)), origin, window, gap, own, k.to(q.dtype), v.to(q.dtype)
+
+
 def importance(
     counts: Sequence[int],
     *,
@@ -347,6 +368,7 @@ LARGER: list[tuple[str, str, Call]] = [
     ("paged_attention", "one head each, page of 1", attention((3, 2), (19, 64), page=1, heads=(2, 2), d=8)),
     ("paged_attention", "many rows of few sequences", attention((70, 3), (96, 9), heads=(4, 1), d=16, page=64)),
     ("paged_attention", "more sequences than fit in a block of offsets", attention(MANY, MANY, heads=(1, 1), d=8)),
+    ("paged_attention", "two ranges", two_ranges(attention((9, 0, 1, 17, 4), (40, 0, 5, 200, 33)))),
     ("importance", "blocks of 64 and leftovers", importance((64, 31, 0, 5, 64))),
     ("importance", "lists longer than a tile", importance((150, 3), share=0.9, d=16)),
     ("importance", "wide pool, odd group", importance((20, 33), heads=(3, 1), pool=7, d=10)),

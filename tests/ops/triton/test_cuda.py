@@ -12,6 +12,7 @@ from dgraph.cache.store import Store
 from dgraph.families.quantised import ROW_KINDS, quantised_rows
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops import OPS, Sample
+from dgraph.ops.attention.paged_attention import in_float8
 from dgraph.ops.lm_head.lm_head import decode_logits, gumbel
 from dgraph.ops.padded import slots_of
 from dgraph.ops.selection.compare_rows import cosine_of, sums_of
@@ -41,6 +42,7 @@ from tests.ops.triton.problems import (
     selection,
     settled,
     summed,
+    two_ranges,
     writing,
 )
 from tests.ops.triton.vocabularies import EMBEDDING
@@ -91,6 +93,18 @@ def test_attention_at_the_sizes_of_models(rows: int, keys: int, d: int, page: in
     want = expected("paged_attention", moved(args, "cpu", torch.float32))
     got = OPS["paged_attention"].overload(*moved(args, "cuda"))
     compare([got], want, 2e-2 if dtype == torch.bfloat16 else 2e-5)
+
+
+@pytest.mark.parametrize("eight", [False, True], ids=["bf16", "float8"])
+@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize(("rows", "keys", "d", "window"), [(64, 1500, 128, 0), (8, 300, 128, 70), (300, 900, 256, 0)])
+def test_two_ranges_at_the_sizes_of_models(rows: int, keys: int, d: int, window: int, page: int, eight: bool) -> None:
+    """Rows with gaps and keys of their own, in shares and in bulk; unwritten slots hold NaN."""
+    counts, lengths = (rows, 2 * rows, 0, 1, rows), (keys, keys // 2, 0, 33, keys + 1)
+    args = moved(attention(counts, lengths, page=page, heads=(32, 8), d=d), "cpu", torch.bfloat16)
+    call = two_ranges(in_float8(args) if eight else args, window=window)
+    want = expected("paged_attention", moved(call, "cpu", torch.float32))
+    compare([OPS["paged_attention"].overload(*moved(call, "cuda"))], want, 2e-2)
 
 
 @pytest.mark.parametrize("page", [16, 256])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.ops.triton.problems import (
     product,
     selection,
     settled,
+    two_ranges,
 )
 
 SAMPLES = [
@@ -79,6 +81,52 @@ def test_windows_under_every_tiling(interpreted: Interpreter, block_n: int, spli
         call = (*args, None, None, origin.int(), window)
         tiling = Tiling(16, block_n, splits, 4, 1)
         compare(results(interpreted, "paged_attention", call, tiling=tiling), expected("paged_attention", call))
+
+
+@every_value(
+    ("block_m, block_n, splits, bulk, parts", [(16, 16, 1, True, 1), (16, 32, 3, False, 1), (64, 8, 8, True, 2)]),
+    ("window, scale", [(0, 0.3), (0, -0.3), (40, 0.3)]),
+)
+def test_two_ranges_and_own_keys_under_every_tiling(
+    interpreted: Interpreter,
+    block_m: int,
+    block_n: int,
+    splits: int,
+    bulk: bool,
+    parts: int,
+    window: int,
+    scale: float,
+) -> None:
+    """Gaps before, amid and after the keys that all rows of a tile see; rows that see nothing but themselves."""
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
+
+    args = (*attention((9, 0, 5, 2), (150, 0, 12, 33), page=8, d=32)[:6], scale)
+    args[5][3] = 0
+    tiling = Tiling(block_m, block_n, splits, 4, 1, bulk, parts=parts)
+    for call in (two_ranges(args, window=window), two_ranges(in_float8(args), window=window, seed=1)):
+        some = (*call[:11], None, *call[12:]), (*call[:12], None, None, None)  # own keys alone, gaps alone
+        for each in (call, *some):
+            compare(results(interpreted, "paged_attention", each, tiling=tiling), expected("paged_attention", each))
+
+
+def test_kernels_in_roles_leave_two_ranges_to_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.ops.attention.triton import attention_float8, attention_roles, paged_attention
+    from dgraph.ops.attention.triton.attention_tiling import Tiling
+
+    asked: list[str] = []
+    for module in (attention_roles, attention_float8):
+        monkeypatch.setattr(module, "fits", lambda *args, name=module.__name__: bool(asked.append(name)))
+    monkeypatch.setattr(
+        paged_attention, "_attend", defaultdict(lambda: lambda *args, **options: asked.append("general"))
+    )
+    plain, tiling = attention((9, 5), (70, 33)), Tiling(16, 16, 1, 4, 1, roles=True)
+    paged_attention.kernel(*plain, tiling=tiling)
+    assert len(asked) == 3
+    asked.clear()
+    both = two_ranges(plain)
+    for call in (both, (*both[:11], None, *both[12:]), (*both[:12], None, None, None)):
+        paged_attention.kernel(*call, tiling=tiling)
+    assert asked == ["general"] * 3
 
 
 @pytest.mark.parametrize(("d", "parts"), [(256, 1), (256, 2), (512, 2)])

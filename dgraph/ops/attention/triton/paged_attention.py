@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dgraph.ops.attention.paged_attention import check_ranges
 from dgraph.ops.attention.triton import attention_float8, attention_roles
 from dgraph.ops.attention.triton.attention_shares import finished, shares_for
 from dgraph.ops.attention.triton.attention_tiling import Tiling, multiprocessors, tiling_for
@@ -60,12 +61,19 @@ def kernel(
     v_scale: Tensor | None = None,
     origin: Tensor | None = None,
     window: int = 0,
+    gap: Tensor | None = None,
+    own: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
     rotation: tuple[Tensor, Tensor] | None = None,
     kind: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """dgraph::paged_attention; see its contract.
+
+    Kernels whose warps have roles of their own know nothing of windows, gaps and own keys, so such a call is not
+    theirs.
 
     Args:
         tiling: overrides the sizes chosen for the shape.
@@ -75,6 +83,7 @@ def kernel(
     """
     check_heads("paged_attention", q, k_cache.transpose(1, 2), 1)
     check_window("paged_attention", origin, window)
+    check_ranges(q, k_cache, gap, own, k, v)
     check_scales("paged_attention", k_cache=(k_cache, k_scale), v_cache=(v_cache, v_scale))
     (n, heads, d), (_, page, kv_heads, _), b = q.shape, k_cache.shape, cu_rows.shape[0] - 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -91,14 +100,15 @@ def kernel(
     if scale < 0:  # the largest score is taken before the scale
         q, scale = -q, -scale
     rotation = (dense_rows(rotation[0]), dense_rows(rotation[1])) if rotation is not None else None
-    if tiling.roles and origin is None and attention_roles.fits(q, k_cache):
+    simple = origin is None and gap is None and own is None
+    if tiling.roles and simple and attention_roles.fits(q, k_cache):
         wide = blocks_of(k_cache, v_cache, attention_roles.KEYS)
         if wide is not None:
             attention_roles.launch(q, wide, page, kv_heads, page_table, cu_rows, limit, scale, rotation, out)
             return finished(out, None, kind, cu_rows)
     shares = shares_for(q, splits) if splits > 1 else None
     part, mass = shares or (out, out)
-    eight = tiling.roles and origin is None and attention_float8.fits(q, k_cache)
+    eight = tiling.roles and simple and attention_float8.fits(q, k_cache)
     wide = blocks_of(k_cache, v_cache, attention_float8.KEYS) if eight else None
     if wide is not None and k_scale is not None and v_scale is not None:
         scales, split = (k_scale, v_scale), (splits, part, mass)
@@ -106,9 +116,12 @@ def kernel(
     else:
         blocks = blocks_of(k_cache, v_cache, tiling.block_n, parts) if tiling.bulk else None
         cos, sin = rotation or (q, q)
+        k, v = (None if x is None else dense_rows(x) for x in (k, v))
+        gap = None if gap is None else gap.contiguous()
         _attend[(kv_heads * parts, splits, b + 1 + n // rows)](
             q, k_cache, v_cache, *(blocks or (k_cache, v_cache)), page_table, cu_rows, limit, cos, sin,
-            out, part, mass, k_scale, v_scale, origin, window, n, b, keys,
+            out, part, mass, k_scale, v_scale, origin, window, gap, own, k, v, n, b, keys,
+            *(0 if x is None else x.stride(0) for x in (k, v)),
             q.stride(0), page_table.stride(0), cos.stride(0), sin.stride(0),
             *k_cache.stride()[:3], *v_cache.stride()[:3],
             scale * math.log2(math.e),
@@ -159,9 +172,9 @@ def load_keys(
 @triton.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, k_blocks, v_blocks, table_ptr, cu_ptr, limit_ptr, cos_ptr, sin_ptr,
-    out_ptr, part_ptr, mass_ptr, k_scale_ptr, v_scale_ptr, origin_ptr, window,
-    n, b, keys, q_row, table_row, cos_row, sin_row, k_page, k_slot, k_head, v_page, v_slot, v_head,
-    scale,
+    out_ptr, part_ptr, mass_ptr, k_scale_ptr, v_scale_ptr, origin_ptr, window, gap_ptr, own_ptr, own_k_ptr, own_v_ptr,
+    n, b, keys, own_k_row, own_v_row, q_row, table_row, cos_row, sin_row,
+    k_page, k_slot, k_head, v_page, v_slot, v_head, scale,
     PAGE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     PARTS: tl.constexpr, OFFSETS: tl.constexpr, PRECISION: tl.constexpr, BULK: tl.constexpr, ROTATED: tl.constexpr,
@@ -200,6 +213,17 @@ def _attend(
         lead = tl.maximum(tl.cdiv(tl.maximum(latest, 0), BLOCK_N) * BLOCK_N, first)
         nothing = lead >= plain
         lead, plain = tl.where(nothing, first, lead), tl.where(nothing, first, plain)
+    # A gap of any row takes [gone, gone + hole) out of these.
+    gone, hole = plain, 0
+    gap_from, gap_to = tl.zeros([BLOCK_M], tl.int32), tl.zeros([BLOCK_M], tl.int32)
+    if gap_ptr is not None:
+        gap_from = tl.load(gap_ptr + 2 * row, mask=live & (s < b), other=0)
+        gap_to = tl.load(gap_ptr + 2 * row + 1, mask=live & (s < b), other=0)
+        there = gap_from < gap_to
+        earliest = tl.maximum(tl.min(tl.where(there, gap_from, plain)), 0)
+        latest = tl.minimum(tl.max(tl.where(there, gap_to, 0)), plain)
+        gone = tl.minimum(tl.maximum(earliest // BLOCK_N * BLOCK_N, lead), plain)
+        hole = tl.maximum(tl.cdiv(latest, BLOCK_N) * BLOCK_N, gone) - gone
 
     d = tl.arange(0, WIDTH)
     value = (row.to(tl.int64) * HEADS + head * GROUP + m % GROUP)[:, None]
@@ -226,7 +250,22 @@ def _attend(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUES], tl.float32)
-    for key in range(lead, plain, BLOCK_N):
+    if own_ptr is not None:  # its own key comes first, in the first share
+        alone = tl.load(own_ptr + row, mask=live & (s < b) & (split == 0), other=0) != 0
+        there = alone[:, None] & (d < D)[None, :]
+        own_at = row.to(tl.int64) * own_k_row + head * D
+        own_k = tl.load(own_k_ptr + own_at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
+        own_score = tl.sum(q.to(tl.float32) * own_k, 1) * by
+        top = tl.where(alone, own_score, top)
+        total = tl.where(alone, 1.0, total)
+        e = part * VALUES + tl.arange(0, VALUES)
+        own_at = row.to(tl.int64) * own_v_row + head * D
+        there = alone[:, None] & (e < D)[None, :]
+        acc = tl.load(own_v_ptr + own_at[:, None] + e[None, :], mask=there, other=0.0).to(tl.float32)
+    for plainly in range(lead, plain - hole, BLOCK_N):
+        key = plainly
+        if gap_ptr is not None:
+            key = tl.where(plainly < gone, plainly, plainly + hole)
         if BULK:
             slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
             k = k_blocks.load([slot, head * D]).T
@@ -252,9 +291,11 @@ def _attend(
             p, v = p * v_by[None, :], v.to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
         top = higher
-    # The others: after the plain keys, and first those before them.
-    for at in tl.range(plain - (lead - first), last, BLOCK_N, num_stages=1):
-        key = tl.where(at < plain, at - plain + lead, at) if origin_ptr is not None else at
+    # The others: after the plain keys, and first those before them and amid them.
+    for at in tl.range(plain - hole - (lead - first), last, BLOCK_N, num_stages=1):
+        key = tl.where(at < plain - hole, at - plain + hole + lead, at) if origin_ptr is not None else at
+        if gap_ptr is not None:
+            key = tl.where((at >= plain - hole) & (at < plain), at - plain + hole + gone, key)
         if BULK and (WIDTH > 128 or k_scale_ptr is not None):  # pointers for such a tile take too many registers
             slot = tl.load(table_ptr + key // PAGE) * PAGE + key % PAGE
             k = k_blocks.load([slot, head * D]).T
@@ -277,6 +318,8 @@ def _attend(
         seen = position[None, :] < limit[:, None]
         if origin_ptr is not None:
             seen = seen & (position[None, :] >= since[:, None])
+        if gap_ptr is not None:
+            seen = seen & ((position[None, :] < gap_from[:, None]) | (position[None, :] >= gap_to[:, None]))
         score = tl.where(seen, score, float("-inf"))
         if k_scale_ptr is not None:
             higher = tl.maximum(top, above(score, by, v_by))
@@ -299,5 +342,8 @@ def _attend(
         rank = split.to(tl.int64) * n * HEADS
         mass = top + tl.log2(tl.where(total > 0, total, 1.0))
         tl.store(mass_ptr + rank + row * HEADS + head * GROUP + m % GROUP, mass, mask=live & (part == 0))
-        if first < last:
+        some = first < last
+        if own_ptr is not None:
+            some = some | (split == 0)
+        if some:
             tl.store(part_ptr + (rank + value) * D + e[None, :], found, mask=inside)

@@ -22,6 +22,7 @@ def kernel(
     cu_rows: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    skip: Tensor | None = None,
 ) -> None:
     """dgraph::kv_write; see its contract."""
     (n, kv_heads, d), b = k.shape, cu_rows.shape[0] - 1
@@ -36,7 +37,7 @@ def kernel(
         return
     k, v, page_table = dense_rows(k), dense_rows(v), dense_rows(page_table)
     _write[(n,)](
-        k, v, k_cache, v_cache, positions, page_table, cu_rows, k_scale, v_scale,
+        k, v, k_cache, v_cache, positions, page_table, cu_rows, k_scale, v_scale, skip,
         b, k.stride(0), v.stride(0), page_table.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2],
         k_cache.shape[1], kv_heads * d, power_of_two(kv_heads * d, 16, 4096), offsets_block(b),
         *heads_of(kv_heads, d, k_scale), num_warps=4, **start_of(k.device),
@@ -45,7 +46,7 @@ def kernel(
 
 @triton.jit
 def _write(
-    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, table_ptr, cu_ptr, k_scale_ptr, v_scale_ptr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, positions_ptr, table_ptr, cu_ptr, k_scale_ptr, v_scale_ptr, skip_ptr,
     b, k_row, v_row, table_row, k_page, k_slot, v_page, v_slot,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OFFSETS: tl.constexpr,
     HEADS: tl.constexpr, SOME: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr,
@@ -64,6 +65,8 @@ def _write(
     if row >= live:
         return
     page = tl.load(table_ptr + s.to(tl.int64) * table_row + position // PAGE).to(tl.int64)
+    if skip_ptr is not None:
+        page = tl.where(tl.load(skip_ptr + row) != 0, -1, page)
     if page < 0:
         return
     k_at = page * k_page + position % PAGE * k_slot
