@@ -16,17 +16,22 @@ from typing import Any, NoReturn
 import torch
 from torch.fx import Node
 
-from dgraph.errors import InputError, VerifyError
+from dgraph.errors import InputError, PassError, VerifyError
 from dgraph.ir.listed import Listed as Listed
 from dgraph.ir.matching import Matches, matches_of
 from dgraph.ir.node_list import NodeList
 from dgraph.ir.pattern import Pattern
 from dgraph.ops import OPS
-from dgraph.types.nodes import args_of
-from dgraph.types.shapes import Evaluator
+from dgraph.types.nodes import args_of, op_name, where
+from dgraph.types.shapes import Evaluator, InputSpec
 
 ALL = "N"
 """The row set of all rows of a step."""
+
+ADDED = InputSpec("added", torch.bool, (ALL,))
+GAP = InputSpec("gap", torch.int32, (ALL, 2))
+"""Rows that a step has beside those of its sequences, and for each row the positions [begin, end) that it does not see.
+"""
 
 DECISION = ("logits", "token")
 """Outputs that have one entry for each row that a step decides on."""
@@ -201,6 +206,41 @@ class Graph(NodeList):
             compact.args = ((*values, node), index)
             compact.meta["val"] = Evaluator(self.symbols).call(compact)
         return self.call(operator.getitem, (compact, at), before=compact.next, by=by, like=compact)
+
+    def add_rows(self, *, by: str) -> list[Node]:
+        """Let steps have rows beside those of their sequences, which the row plan adds (`RowPlan.added`).
+
+        New inputs, over all rows: `added` bool[N] flags these rows, and `gap` i32[N, 2] has the positions [begin, end)
+        that a row does not see. The key and value of an added row are written nowhere. The row sees them, and no other
+        row does. So the values of all other rows stay as they are.
+
+        Args:
+            by: the pass.
+
+        Returns:
+            The attentions, in order.
+
+        Raises:
+            PassError: an attention that is not over all rows of a step, or that knows no such rows.
+        """
+        added, gap = self.add_input(ADDED), self.add_input(GAP)
+        made = []
+        for node in [*self.find("packed_attention"), *self.find("paged_attention")]:
+            if self.row_set(node) != ALL:
+                raise PassError(f"{where(node)}: it runs on rows {self.row_set(node)} alone; add rows before that.")
+            op = OPS[op_name(node.target).rpartition(".")[2]]
+            given: dict[str, Node] = {"gap": gap, "own": added}
+            if op is OPS["paged_attention"]:
+                write = next(n for n in self.find("kv_write") if args_of(n)[2] is args_of(node)[1])
+                given |= zip("kv", args_of(write)[:2], strict=True)
+                skipping = OPS["kv_write"].call_args(args_of(write), skip=added)
+                self.call(OPS["kv_write"], skipping, before=write, by=by, like=write)
+                self.fx.erase_node(write)
+            new = self.call(op, op.call_args(args_of(node), **given), before=node, by=by, like=node)
+            self.replace(node, new)
+            made.append(new)
+        self.sweep()
+        return made
 
     def copy(self) -> Graph:
         """An independent graph over the same weights and symbols."""

@@ -329,6 +329,19 @@ def windowed(attention: Node) -> str:
     return f"rows see a window of {window[0]} positions, not all keys before them" if any(window) else ""
 
 
+def with_added(attention: Node) -> str:
+    """Reason why a row is no other at its position, which passes that keep values by position assume; "" if it is."""
+    op = op_of(attention.target)
+    own = op.values(op.added, args_of(attention)) if op is not None else []
+    given = any(value is not None for value in own)
+    return "some rows are added, and stand at the positions of others; leave AddRows out" if given else ""
+
+
+def in_ranges(attention: Node) -> str:
+    """Reason of `windowed` or of `with_added`; "" if neither has one."""
+    return windowed(attention) or with_added(attention)
+
+
 def of_weights(node: Node) -> bool:
     """True if a value is computed from weights alone."""
     return all("input" not in n.meta for n in ancestors([node]))

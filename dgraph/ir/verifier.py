@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from dgraph.errors import VerifyError
-from dgraph.ir.graph import Graph
+from dgraph.ir.graph import ADDED, Graph
+from dgraph.ir.layers import ATTENTIONS
 from dgraph.ir.partial_sums import broken_sums
 from dgraph.ir.row_order import Orders, broken_decision
 from dgraph.ir.row_rule import broken_rows
@@ -191,6 +192,19 @@ def _writes(graph: Graph) -> Iterable[str]:
                 yield f"{got}; expected the write first"
 
 
+def _added(graph: Graph) -> Iterable[str]:
+    """Ops of the layers that attend or write are told which rows are added: the place of each is another row's."""
+    for node in graph.calls if ADDED.name in graph.inputs else ():
+        op = op_of(node.target)
+        if op is None or node.meta["layer"] is None or not (op.mutates or op.name in ATTENTIONS):
+            continue
+        if op.added is None or op.values(op.added, args_of(node)) in ([], [None]):
+            yield (
+                f"{where(node)} ({op_name(node.target)}) takes an added row for one of the sequence; expected an op "
+                f"that is told which rows are added (`Op.added`). Leave AddRows out, or the pass that made this call"
+            )
+
+
 def _scales(graph: Graph) -> Iterable[str]:
     """Float8 in caches is read, copied and written only by ops that take its scales and are given them."""
     stored = {node for node in graph.fx.nodes if _in_place(graph, node) and node.meta["val"].dtype == FLOAT8}
@@ -277,6 +291,7 @@ RULES = (
     Rule("types", "recorded types equal recomputed types", _types),
     Rule("requests", "no request depends on the rows, the state or the number of others", broken_rows),
     Rule("writes", "only declared writes, before their reads", _writes),
+    Rule("added", "rows that a step adds are seen by themselves alone", _added),
     Rule("scales", "what is stored in float8 is read with its scales", _scales),
 )
 """Every rule, in the order in which they are checked."""

@@ -118,6 +118,8 @@ def _step(spec: ModelSpec, ids: Tensor, changed: Tensor, number: int, rows: slic
         "encoded": by_row(positions < length - block),
         "changed": by_row(changed),
         "full": torch.full((count,), bool(changed.all())),
+        "added": torch.zeros(count, dtype=torch.bool),
+        "gap": torch.zeros(count, 2, dtype=torch.int32),
         "drafted": torch.zeros(count, dtype=torch.bool),
         "adapt": torch.ones(count, dtype=torch.bool),
         "temperature": torch.zeros(count),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dgraph.passes.adapt_drafts import AdaptDrafts
+from dgraph.passes.add_rows import AddRows
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
@@ -42,6 +43,7 @@ _OWN: dict[str, type[Pass]] = {
         FuseProjections,
         CacheKV,
         SlotKV,
+        AddRows,
         EvictTokens,
         ChunkLMHead,
         SelfCondition,

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, PassError
 from dgraph.ir.graph import Graph
-from dgraph.ir.layers import windowed
+from dgraph.ir.layers import in_ranges
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.chunk_lm_head import CANDIDATE
@@ -174,7 +174,7 @@ class EvictTokens(Pass):
                 )
             return
         anchor, write = reads[0], writes[0]
-        if reason := self.obstacle(graph.spec) or windowed(anchor):
+        if reason := self.obstacle(graph.spec) or in_ranges(anchor):
             report.skip(reason, anchor)
             return
         if graph.row_set(anchor) != graph.row_set(args_of(write)[0]):

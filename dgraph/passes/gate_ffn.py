@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
-from dgraph.ir.layers import FeedForward, Layer
+from dgraph.ir.layers import FeedForward, Layer, with_added
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -94,6 +94,8 @@ class GateFFN(Pass):
             found = Layer(graph, attention).feed_forward
             if isinstance(found, FeedForward):
                 found = salience.obstacle(found.nodes) or found
+            if reason := with_added(attention):
+                found = reason
             if salience.of_masked(graph, attention):
                 found = "it runs on masked rows alone; in the next block they are others, of which nothing was kept"
             if isinstance(found, str):

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import PassError
-from dgraph.ir.graph import Graph
+from dgraph.ir.graph import ADDED, Graph
 from dgraph.ops import OPS
 from dgraph.ops.statistics import CURRENT, Statistic, declare, kept_rows
 from dgraph.passes.base import Effect, Pass, Report
@@ -17,6 +17,8 @@ from dgraph.passes.cache_kv import PAGE_TABLE
 from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of
 from dgraph.types.shapes import InputSpec
+
+aten = torch.ops.aten
 
 MEASURED = "measured"
 STANDING = InputSpec("current", torch.int64, ("N",))
@@ -68,6 +70,9 @@ class MeasureRows(Pass):
         rows = graph.input("positions"), graph.add_input(PAGE_TABLE), graph.input("cu_rows")
         # Before the layers, where the rows of the step are all there.
         slots = graph.call(OPS["row_slots"], (*rows, state), before=graph.calls[0], by=report.name, like=graph.output)
+        if ADDED.name in graph.inputs:  # its position is another row's
+            hidden = (slots, graph.input(ADDED.name), -1)
+            slots = graph.call(aten.masked_fill.Scalar, hidden, before=slots.next, by=report.name, like=graph.output)
         slot = graph.on_rows_of(slots, candidate, report.name)
         graph.add_input(STANDING)
         standing = graph.on_rows_of(STANDING.name, candidate, report.name)

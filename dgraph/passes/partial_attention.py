@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph, Listed
-from dgraph.ir.layers import Layer, of_weights, windowed, without
+from dgraph.ir.layers import Layer, in_ranges, of_weights, without
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
@@ -170,7 +170,7 @@ class PartialAttention(Pass):
 def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
     """Reason why an attention cannot be updated, nor read the keys and values that salient rows wrote, or None."""
     layer = attention.meta["layer"]
-    if reason := windowed(attention):
+    if reason := in_ranges(attention):
         return reason
     writes = graph.find("kv_write", layer) if layer is not None else []
     if len(writes) != 1:

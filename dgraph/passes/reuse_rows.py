@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
-from dgraph.ir.layers import FeedForward, Layer, of_weights, windowed, without
+from dgraph.ir.layers import FeedForward, Layer, in_ranges, of_weights, without
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
@@ -205,7 +205,7 @@ class _Layer:
 
 def _layer(graph: Graph, attention: Node) -> _Layer | str:
     """The layer of an attention, or why it cannot run on some of its rows."""
-    if seen := windowed(attention):
+    if seen := in_ranges(attention):
         return seen
     layer = Layer(graph, attention)
     ffn, write = layer.feed_forward, layer.write

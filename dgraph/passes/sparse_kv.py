@@ -12,7 +12,7 @@ from torch.fx import Node
 from dgraph.errors import InputError
 from dgraph.errors.former import tell_former
 from dgraph.ir.graph import Graph
-from dgraph.ir.layers import windowed
+from dgraph.ir.layers import in_ranges
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -221,7 +221,7 @@ class SparseKV(Pass):
             raise InputError(f"recent_share={self.recent_share:g} is a share of pairs; give pairs instead of ratio.")
         for node in graph.find("paged_attention"):
             layer = node.meta["layer"]
-            if reason := windowed(node):
+            if reason := in_ranges(node):
                 report.skip(reason, node)
                 continue
             writes = graph.find("kv_write", layer)

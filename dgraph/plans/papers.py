@@ -44,6 +44,7 @@ FAST_DLLM = Paper(
 )
 DKV_CACHE = Paper("dKV-Cache: The Cache for Diffusion Language Models", "2505.15781")
 DLLM_CACHE = Paper("dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", "2506.06295")
+WINO = Paper("Wide-In, Narrow-Out: Revokable Decoding for Efficient and Effective DLLMs", "2507.18578")
 SPARSE_DLLM = Paper("Sparse-dLLM: Accelerating Diffusion LLMs with Dynamic Cache Eviction", "2508.02558")
 DINFER = Paper("dInfer: An Efficient Inference Framework for Diffusion Language Models", "2510.08666")
 

@@ -164,6 +164,20 @@ class Block(Region):
 
 
 @dataclass(frozen=True)
+class Decoded(Region):
+    """Positions of the current block that are decoded."""
+
+    @property
+    def extent(self) -> Extent:
+        """See `Region`."""
+        return Extent.BLOCK
+
+    def rows(self, view: View) -> Tensor:
+        inside = (view.positions >= view.start[:, None]) & (view.positions < (view.start + view.block)[:, None])
+        return view.inside & inside & ~view.masked
+
+
+@dataclass(frozen=True)
 class Next(Region):
     """Rows that the step decodes from, masked rows around them, and rows that were decoded in the step before.
 
@@ -197,5 +211,5 @@ class Next(Region):
         return rows
 
 
-REGIONS: dict[str, type[Region]] = {cls.__name__: cls for cls in (All, Response, Suffix, Block, Next)}
+REGIONS: dict[str, type[Region]] = {cls.__name__: cls for cls in (All, Response, Suffix, Block, Decoded, Next)}
 """The regions that come with dgraph, by name."""

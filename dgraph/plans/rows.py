@@ -44,16 +44,24 @@ class RowPlan:
 
     The block cache decides if decoded rows of the region are forwarded again (see `Recipe.block_cache`).
 
+    A plan may add rows to those of a sequence, one for a position. Such a row stands for the row that predicts the
+    position, in a canvas that holds a mask there. It sees itself and all rows of the sequence, but not the one at the
+    position and not the one that it stands for. No other row sees it, and no cache keeps its key. Its prediction
+    reaches a decoding rule as `Candidates.added`. The programs must know of such rows (the pass `AddRows`).
+
     Attributes:
         region: the rows of a step that is not whole.
         schedule: the steps that are full, and those that are whole.
         first: tokens that the first step of a block commits: "policy" (the policy's choice) or "position" (the block's
             first position alone, whatever its confidence).
+        added: the positions of the current block for which a step also has an added row; others that it names count
+            for nothing. None: no row is added.
     """
 
     region: Region = EVERY_ROW
     schedule: Schedule = ONE_FULL_STEP
     first: str = "policy"
+    added: Region | None = None
 
     def __post_init__(self) -> None:
         for name, value, kind in (("region", self.region, Region), ("schedule", self.schedule, Schedule)):
@@ -62,6 +70,11 @@ class RowPlan:
                     f"{name} must be a dgraph.plans.{name}s.{kind.__name__}, such as "
                     f"{'Block()' if kind is Region else 'Counted(every=4)'}, got {value!r}."
                 )
+        if self.added is not None and (not isinstance(self.added, Region) or self.added.foresees or self.added.hides):
+            raise InputError(
+                f"added must be a dgraph.plans.regions.Region that hides no row and asks for no coming one, such as "
+                f"Decoded(), or None, got {self.added!r}."
+            )
         if self.first not in FIRSTS:
             raise UnknownName("first commit of a block", str(self.first), FIRSTS)
         if self.region.foresees and self.first != "policy":
@@ -73,6 +86,10 @@ class RowPlan:
             if found is not None and not bool(found):
                 raise InputError(f"the first step of a response must be a {what} one; under {self} it is not.")
 
+    def __repr__(self) -> str:
+        names = [f.name for f in fields(self) if f.name != "added" or self.added is not None]
+        return f"RowPlan({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
     @property
     def fits_blocks(self) -> bool:
         """True if a block-causal model can follow it.
@@ -81,7 +98,7 @@ class RowPlan:
         """
         schedule, full = self.schedule, ahead(self.schedule.full, LATER_BLOCK)
         if (
-            (self.region, self.first) != (Block(), "policy")
+            (self.region, self.first, self.added) != (Block(), "policy", None)
             or full is None
             or not bool(full)
             or schedule.always(FIRST) is not None
@@ -114,12 +131,14 @@ class RowPlan:
         for name in value:
             if name not in names:
                 raise UnknownName("field of a row plan", name, names)
-        parts = {name: part_from_json(value[name], name, known) for name in ("region", "schedule") if name in value}
+        names = [name for name in ("region", "schedule", "added") if name in value]
+        parts = {name: part_from_json(value[name], name, known) for name in names}
         return cls(**{**value, **parts})
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"region": self.region.to_json(), "schedule": self.schedule.to_json(), "first": self.first}
+        added = {} if self.added is None else {"added": self.added.to_json()}
+        return {"region": self.region.to_json(), "schedule": self.schedule.to_json(), "first": self.first, **added}
 
 
 class RowCounts:
@@ -148,7 +167,7 @@ class RowCounts:
         region, at = self._plan.region, list(slots)
         seen = ahead(partial(seen_of, region), view) if region.hides else view.inside
         rows = ahead(partial(rows_of, region), view)
-        self._known = seen is not None and rows is not None
+        self._known = seen is not None and rows is not None and self._plan.added is None
         self._bounds[at] = torch.stack([prompt_end, end], dim=1)
         self._step[at] = 0
         if seen is not None and rows is not None:

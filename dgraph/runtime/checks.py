@@ -56,6 +56,7 @@ def check_session(
             f"token at its own position. The exception is a model whose forward of a finished block predicts the next "
             f"token (next_token=True)."
         )
+    adds = plan is not None and plan.added is not None
     spec.check_keys(recommit, kv)
     if block_cache not in BLOCK_CACHES:
         raise UnknownName("block_cache", block_cache, BLOCK_CACHES)
@@ -72,18 +73,18 @@ def check_session(
             f"to keep; use block_cache='off'."
         )
     modes = spec.noise == "uniform"
-    has = {"plan": not causal or plan is not None, "kv": kv is not None, "hides": hides, "modes": modes}
+    has = {"plan": not causal or plan is not None, "kv": kv is not None, "hides": hides, "adds": adds, "modes": modes}
     _check_inputs(programs, select_noise, frozenset(name for name in has if has[name]))
 
 
 def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: frozenset[str]) -> None:
     """Check that the loop offers all inputs of the programs, or that they declare them as memory of their own.
 
-    has: the subset of "plan", "kv", "hides" (a plan that hides rows) and "modes" that the session has; see
-    `StepInput.needs`.
+    has: the subset of "plan", "kv", "hides" and "adds" (a plan that hides or adds rows) and "modes" that the session
+    has; see `StepInput.needs`.
 
     Raises:
-        InputError: noise without select_noise, or a plan that hides rows from a program that does not read their slots.
+        InputError: noise without select_noise, or a program that knows nothing of the rows that a plan hides or adds.
         LoweringError: an input that is neither offered nor declared, or declared in another way than it is offered.
     """
     offered = {name: offer for name, offer in STEP_INPUTS.items() if not offer.needs or offer.needs in has}
@@ -99,6 +100,11 @@ def _check_inputs(programs: Mapping[str, Program], select_noise: bool, has: froz
             raise InputError(
                 f"the row plan hides rows, but program {name!r} writes keys where their positions say, so that hidden "
                 f"ones would be seen. Put the pass SlotKV after CacheKV."
+            )
+        if "adds" in has and "added" not in asked:
+            raise InputError(
+                f"the row plan adds rows, but program {name!r} would take them for rows of the sequence. Put the pass "
+                f"AddRows after CacheKV."
             )
         packed = [] if "kv" in has else [spec.name for spec in asked.values() if spec.per == "packed"]
         own = {spec.name for spec in asked.values() if spec.carried or spec.in_place or spec.window} - {*packed}
@@ -173,7 +179,9 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
     statistics = {s.name for s in GIVEN if logits or s.name in outputs}
     if logits or "measured" in outputs:
         statistics |= {s.name for s in statistics_of(policy)}
-    check_needs(policy, {"noise", "order", "forwards", "editable", "passes", "room", "tail"} | statistics)
+    adds = {"added"} if plan is not None and plan.added is not None else set()
+    given = {"noise", "order", "forwards", "editable", "passes", "room", "tail"}
+    check_needs(policy, given | adds | statistics)
     if (size := getattr(policy, "sub_block", None)) is not None:
         others = {f"block_cache={block_cache!r}": block_cache != "off", "evicts rows": "kept" in outputs}
         if found := [what for what, there in {**others, f"has {plan}": plan is not None}.items() if there]:

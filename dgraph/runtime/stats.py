@@ -175,6 +175,7 @@ class StepRecord:
         start, column: i64[N], start of the block of each row's sequence, and the column of it that the row predicts;
             below 0: none, B: the position after the block.
         origin: i32[N], start of each row or of its block; None for models whose rows see no window.
+        added: bool[N], rows that the plan adds; None unless it does.
         kept: bool[N], rows that reached the last stage.
         score: f32[N], score by which the program selected rows; None without such an output.
         token, confidence: i64[N] (-1: none) and f32[N] (-inf where the row could not be committed).
@@ -193,6 +194,7 @@ class StepRecord:
     start: Tensor
     column: Tensor
     origin: Tensor | None
+    added: Tensor | None
     kept: Tensor
     score: Tensor | None
     token: Tensor
@@ -234,6 +236,7 @@ class StepRecord:
 
         n = len(rows.masked)
         window = torch.cat([torch.zeros_like(committed[:, 1:]), committed], dim=1)
+        commits = window[rows.sequence, rows.column]
         score = outputs.get("score")
         return cls(
             step=step,
@@ -246,11 +249,12 @@ class StepRecord:
             start=copy(state.start[rows.sequence]),
             column=copy(rows.column - state.block),
             origin=None if rows.origin is None else copy(rows.origin),
+            added=None if rows.added is None else copy(rows.added),
             kept=copy(results.kept[:n]),
             score=None if score is None else copy(score[:n]),
             token=copy(results.token[:n]),
             confidence=copy(results.confidence[:n]),
-            committed=copy(window[rows.sequence, rows.column]),
+            committed=copy(commits if rows.added is None else commits & ~rows.added),
             average=copy(state.average),
             sequence_average=copy(state.sequence_average),
             states={name: copy(value) for name, value in states.items()},

@@ -297,6 +297,13 @@ def float8_copied_and_read(graph: Graph) -> None:
     graph.call(aten.unsqueeze.default, (copied, 0), before=read, by="Test")
 
 
+def added_rows_that_an_op_does_not_know(graph: Graph) -> None:
+    """The attention is told of them, but not the write of keys."""
+    graph.add_rows(by="Test")
+    (write,) = graph.find("kv_write")
+    write.args = write.args[:-1]
+
+
 BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("straight", foreign_node, r"outside the layers, node weight, made by Test is a get_attr; expected placeholders"),
     ("straight", call_of_a_function, r"calls neg; expected an overload of an op, as torch\.ops\.aten\.neg\.default"),
@@ -336,6 +343,7 @@ BREAKAGES: list[tuple[str, Callable[[Graph], None], str]] = [
     ("rows", rows_in_two_orders, r"mixes row sets: limit over N, getitem_\d+ over N listed by list_kept_default; exp"),
     ("rows", offsets_of_another_order, r"mixes row sets: cu_rows over N, getitem_\d+ over N listed by list_kept"),
     ("rows", numbers_of_other_rows, r"gathers getitem_\d+ over K by getitem\w*, whose numbers are of rows N"),
+    ("added", added_rows_that_an_op_does_not_know, r"\(dgraph\.kv_write\) takes an added row for one of the sequence"),
     ("decision", forgotten_kept, r"output logits is over rows K, made by the model, and no output 'kept' says which"),
     ("decision", kept_of_other_rows, r"output logits is over rows K, output kept over N; expected one row set"),
     ("decision", kept_among_the_kept, r"output kept \(.*made by Test\) numbers the rows of K; expected .* all rows N"),

@@ -295,6 +295,7 @@ def test_every_pass_says_what_it_does_to_the_numbers() -> None:
         "FuseProjections": Effect.REASSOCIATES,
         "CacheKV": Effect.REASSOCIATES,
         "SlotKV": Effect.EXACT,
+        "AddRows": Effect.REASSOCIATES,
         "EvictTokens": Effect.APPROXIMATE,
         "GateFFN": Effect.APPROXIMATE,
         "PartialAttention": Effect.APPROXIMATE,

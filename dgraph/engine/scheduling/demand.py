@@ -60,8 +60,9 @@ def job_of(
         refresh = prefilled_positions(request, block, spec)
         return ScheduledRequest(**common, refresh_rows=refresh, reuse_rows=step_rows(block, spec), chunk=block)
     assert plan is not None
-    everything = prompt + new
-    reuse = min(everything, _region_rows(plan, prompt, new, spec.logit_shift) or block + spec.logit_shift)
+    added = 0 if plan.added is None else block  # at most
+    everything = prompt + new + added
+    reuse = min(everything, (_region_rows(plan, prompt, new, spec.logit_shift) or block + spec.logit_shift) + added)
     blocks, every = _refreshes(plan)
     if reuse == everything:  # no step is larger than another
         blocks, every = False, 0

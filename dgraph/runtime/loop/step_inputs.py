@@ -45,8 +45,8 @@ class StepInput:
         value: computes it; None if the caches hold it.
         meaning: of one of its elements, for the reference; "[...]: ..." where the shape is not [N], [b], [b + 1] or
             that of what it is `per`.
-        needs: requirement on the session; "" for none. "plan": a row plan; "hides": a row plan that hides rows;
-            "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised).
+        needs: requirement on the session; "" for none. "plan": a row plan; "hides" and "adds": one that hides or adds
+            rows; "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised).
         fixed: True of a config under which it stays as it is before the first step.
         late: True if it is computed right before the programs that read it, and not with every step.
     """
@@ -181,6 +181,20 @@ STEP_INPUTS: dict[str, StepInput] = {
         lambda at: _given(at.rows.slots),
         "place of its keys in the pages of its sequence, counted over the rows that exist; `limit` counts these too",
         needs="hides",
+    ),
+    "added": StepInput(
+        torch.bool,
+        "row",
+        lambda at: _given(at.rows.added),
+        "the plan adds it (`RowPlan.added`): its own key stands in no cache",
+        needs="adds",
+    ),
+    "gap": StepInput(
+        torch.int32,
+        "row",
+        lambda at: _given(at.rows.gap),
+        "[N, 2]: begin and end of the positions that it does not see, though they lie before its limit",
+        needs="adds",
     ),
     "temperature": StepInput(
         torch.float32, "row", _temperature, "of its draw; 0 takes the likeliest", fixed=lambda config: not config.draws

@@ -16,6 +16,7 @@ ORIGINS = {
     "noise": "a uniform draw per position from the runtime",
     "order": "a uniform draw per position from the runtime that lasts",
     "forwards": "the number of steps that the block has had",
+    "added": "a row plan that adds rows (RowPlan.added)",
     "editable": "a runtime that offers decoded positions for editing",
     "passes": "a runtime that offers decoded positions for editing",
     "room": "a runtime in which responses grow",
@@ -63,6 +64,9 @@ class Candidates:
         kind: i64[b], index of each sequence's kind of rule in a `PolicyMix`.
         settings: by "{index of the kind}.{field}", float64[b] or int64[b], settings of each sequence for itself in a
             `PolicyMix`; arbitrary for sequences of another kind.
+        added: by name, results of the rows that the plan adds for the positions (see `RowPlan.added`). These are
+            "token" (-1 without such a row), "confidence" (-inf) and statistics as in `measured`. Empty without a plan
+            that adds rows.
         draw: i64, for rules that draw a canvas again, else None: a token drawn from the distribution, -1 without one;
             `token` is then the most likely token.
         room: i64[b], tokens by which the response may still grow; None if it was not given.
@@ -86,6 +90,7 @@ class Candidates:
     passes: Tensor | None = None
     kind: Tensor | None = None
     settings: Mapping[str, Tensor] = field(default_factory=dict)
+    added: Mapping[str, Tensor] = field(default_factory=dict)
     draw: Tensor | None = None
     room: Tensor | None = None
     tail: Tail | None = None

@@ -123,6 +123,7 @@ class Decide:
         if asked := statistics_of(transition.config.policy):
             memory = caches[kept_rows(asked, self._spec.vocab).name]
             slot = row_slots(rows.positions, caches["page_table"], rows.cu_rows, memory)[at]
+            slot = slot if rows.added is None else slot.masked_fill(rows.added[at], -1)
             live = torch.ones_like(at, dtype=torch.bool)
             standing = standing_tokens(rows, state)[at]
             given = heat, self._spec.mask_id, slot, standing, memory, live

@@ -326,7 +326,7 @@ class DecodeState(ABC):
         before, part, traits = copy.copy(self), self.granted & self.active, traits_of(policy)
         editing, masked, start = traits.edits, self.block_masked, self.start
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
-        rows_of = self._predictors(rows)
+        rows_of = self._predictors(rows, False)
         row, following = rows_of[:, : self.block], rows_of[:, self.block]
         if widest_tail(policy):  # which is predicted also where it is decoded
             row = torch.where(
@@ -337,6 +337,12 @@ class DecodeState(ABC):
         token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
         token_after = read(results.token, following, -1)
         confidence_after = read(results.confidence, following, -math.inf)
+        measured = {name: read(values, row, fillers[name]) for name, values in results.measured.items()}
+        added: dict[str, Tensor] = {}
+        if rows.added is not None:
+            at = self._predictors(rows, True)[:, : self.block]
+            decided = {"token": read(results.token, at, -1), "confidence": read(results.confidence, at, -math.inf)}
+            added = decided | {name: read(values, at, fillers[name]) for name, values in results.measured.items()}
         invalid = part & (confidence.isnan().any(dim=1) | confidence_after.isnan())
         candidates = Candidates(
             token=token,
@@ -347,7 +353,7 @@ class DecodeState(ABC):
             decoded=self.decoded,
             start=self.start,
             prompt=self.prompt,
-            measured={name: read(values, row, fillers[name]) for name, values in results.measured.items()},
+            measured=measured,
             carried=self.carried,
             noise=noise,
             order=self.order if "order" in needs_of(policy) else None,
@@ -356,6 +362,7 @@ class DecodeState(ABC):
             passes=self.passes,
             kind=self.kind,
             settings=self.settings,
+            added=added,
             draw=None if results.draw is None else read(results.draw, row, -1),
             room=self.bound - self.end if traits.extends else None,
             tail=self._tail(rows, results, policy),
@@ -454,11 +461,17 @@ class DecodeState(ABC):
         """bool[b, B]: columns that the step commits."""
         return policy.choose(candidates)
 
-    def _predictors(self, rows: StepRows) -> Tensor:
-        """i64[b, B + 1]: the row that predicts each column of the current block, and the position after it; else -1."""
+    def _predictors(self, rows: StepRows, added: bool) -> Tensor:
+        """i64[b, B + 1]: the row that predicts each column of the current block, and the position after it; else -1.
+
+        added: of the rows that the plan adds, or of those of the sequence.
+        """
         b, width = len(self.start), self.block + 1
         at = rows.sequence * width + rows.column - self.block
-        return inverse(torch.where(rows.live & (rows.column >= self.block), at, -1), b * width).view(b, width)
+        there = rows.live & (rows.column >= self.block)
+        if rows.added is not None:
+            there = there & (rows.added if added else ~rows.added)
+        return inverse(torch.where(there, at, -1), b * width).view(b, width)
 
     def _on_canvas(self, values: Tensor, others: Tensor | float) -> Tensor:
         """[b, T]: values [b, B] where the current block is, `others` elsewhere."""

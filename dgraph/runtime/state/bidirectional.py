@@ -44,6 +44,7 @@ class BidirectionalState(DecodeState):
     changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
     token, so the block cache may skip the row; seen bool[b, T]: rows that exist, None if the plan's region hides none;
     decoded_in i64[b, T], entropy f32[b]: as in `View`, None unless the plan notes them.
+    added bool[b, B]: columns of the block for which the next step has an added row, None if the plan adds none.
 
     Fixed: plan; kv: which keys stay, None for all; size: columns of a block; shift: 0 if a row predicts its own
     position, 1 if the next one (Dream).
@@ -58,6 +59,7 @@ class BidirectionalState(DecodeState):
     seen: Tensor | None
     decoded_in: Tensor | None
     entropy: Tensor | None
+    added: Tensor | None
     plan: RowPlan
     kv: KVPlan | None
     size: int
@@ -83,6 +85,7 @@ class BidirectionalState(DecodeState):
             seen=None,
             decoded_in=torch.zeros_like(init.canvas) if plan.notes else None,
             entropy=torch.full(start.shape, -torch.inf, device=start.device) if plan.notes else None,
+            added=None,
             plan=plan,
             kv=init.kv,
             size=block,
@@ -91,6 +94,7 @@ class BidirectionalState(DecodeState):
         if plan.region.hides:
             state.seen = state._seen(state.view())
             state.pending = state.seen.clone()
+        state.added = state._added(state.view())
         return state
 
     def view(self, **more: Any) -> View:
@@ -107,7 +111,7 @@ class BidirectionalState(DecodeState):
         return self.size
 
     def _columns(self) -> int:
-        return self.canvas.numel()
+        return self.canvas.numel() + (0 if self.added is None else self.added.numel())
 
     @property
     def block_masked(self) -> Tensor:
@@ -152,14 +156,20 @@ class BidirectionalState(DecodeState):
         return self.end
 
     def wanted(self) -> Tensor:
-        return self.pending & self.active[:, None]
+        """As in `DecodeState`: rows of the canvas, and after them added rows by the column of their position."""
+        rows = self.pending if self.added is None else torch.cat([self.pending, self.added], dim=1)
+        return rows & self.active[:, None]
 
     def rows(self, capacity: int, editing: Tensor | bool = False, tail: Tensor | None = None) -> StepRows:
         live, width = self.live(), self.canvas.shape[1]
         index, cu_rows = packed(live, capacity)
         real = index >= 0
         index = index.clamp(min=0)
-        sequence, position = index // width * real, index % width * real
+        sequence, position = index // live.shape[1] * real, index % live.shape[1] * real
+        added = None if self.added is None else position >= width
+        if added is not None:  # it stands for the row that predicts the position
+            of_column = self.start[sequence] + position - width - self.shift
+            position = torch.where(added, of_column, position).clamp(min=0)
         masks = self.block_masked
 
         def per_row(flags: Tensor, column: Tensor) -> Tensor:
@@ -188,10 +198,17 @@ class BidirectionalState(DecodeState):
         if self.seen is not None:  # keys of rows that are seen lie side by side
             places, end = self.seen.cumsum(dim=1), self.seen.sum(dim=1)
             slots = (places - 1)[sequence, position] * real
+        ids, gap = self.canvas[sequence, position], None
+        if added is not None:
+            if not self.shift:
+                ids = torch.where(added, self.mask_id, ids)
+            at = position if slots is None else slots
+            gap = (torch.stack([at, at + 1 + self.shift], dim=1) * added[:, None]).int()
+            masked, candidate = masked & ~added, candidate | added
         return StepRows(
             sequence=sequence,
             column=(column + self.size) * in_block(column),
-            input_ids=self.canvas[sequence, position] * real,
+            input_ids=ids * real,
             positions=position,
             limit=(end[sequence] * real).int(),
             masked=masked,
@@ -200,6 +217,8 @@ class BidirectionalState(DecodeState):
             full=full & real,
             changed=(self.changed[sequence, position] | full) & real,
             slots=slots,
+            added=added,
+            gap=gap,
         )
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
@@ -215,7 +234,8 @@ class BidirectionalState(DecodeState):
         if not (width := widest_tail(policy)):
             return None
         column = rows.positions + self.shift - (self.end - width)[rows.sequence]
-        there = rows.live & (column >= 0) & (column < width)
+        own = rows.live if rows.added is None else rows.live & ~rows.added
+        there = own & (column >= 0) & (column < width)
         row = inverse(torch.where(there, rows.sequence * width + column, -1), len(self.end) * width).view(-1, width)
         confidence = read(results.confidence, row, 0.0).clamp(min=0.0)
         return Tail(torch.where(confidence > 0, read(results.token, row, -1), -1), confidence)
@@ -251,12 +271,19 @@ class BidirectionalState(DecodeState):
         return kept
 
     def _own_rows(self) -> Tensor:
-        live = self.live()
+        live = self.live()[:, : self.canvas.shape[1]]
         return live.sum(dim=1) - (live & self.view().around_block()).sum(dim=1)
 
     def _seen(self, view: View) -> Tensor:
         """bool[b, T]: rows that exist; the block can be decoded whatever a region says."""
         return view.inside & seen_of(self.plan.region, view) | view.around_block()
+
+    def _added(self, view: View) -> Tensor | None:
+        """bool[b, B]: columns for which a step has an added row; those that came with the request need none."""
+        if self.plan.added is None:
+            return None
+        named = self._at(self.columns, rows_of(self.plan.added, view) & ~self.given)
+        return named & (self.columns < self.end[:, None])
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
         self.canvas = self._on_canvas(torch.where(written, token, self.block_tokens), self.canvas)
@@ -292,6 +319,7 @@ class BidirectionalState(DecodeState):
         # A row is also forwarded for its prediction, even if its own keys are frozen.
         part = everything & rows_of(region, view) & (~self.frozen | view.wanted)
         self.pending = torch.where(self.whole[:, None], everything, part)
+        self.added = self._added(view)
 
     def _coming(self, policy: Policy) -> Tensor:
         known = self.block_masked, self.steps, self.decoded, self.order

@@ -24,6 +24,8 @@ A CUDA graph of such a step has one fixed size.
 class StepRows:
     """The packed rows of one forward: rows of b sequences, per sequence contiguous and ascending in position.
 
+    Rows that a plan adds follow the others of their sequence, ascending in position themselves.
+
     The first cu_rows[b] rows are live. The others are padding, which belongs to no sequence: 0 or False everywhere.
 
     Attributes:
@@ -43,6 +45,10 @@ class StepRows:
         slots: i64[N], place of the row's keys in the pages of its sequence. The rows that exist lie side by side in the
             order of their positions, and `limit` counts them. None unless a plan hides rows.
         encoded: bool[N], the row is encoded, else denoised. None for models whose rows have no such flag.
+        added: bool[N], the row is not one of the sequence, but added by the plan (`RowPlan.added`); its `column` is the
+            one that it predicts, all the same. None unless a plan adds rows.
+        gap: i32[N, 2], the places of keys [begin, end) that the row does not see; equal for all but added rows. None as
+            `added`.
         origin: i32[N], position from which windows count back: that of an encoded row, or the start of the block of a
             denoised one. None as `encoded`.
     """
@@ -58,6 +64,8 @@ class StepRows:
     full: Tensor | None = None
     changed: Tensor | None = None
     slots: Tensor | None = None
+    added: Tensor | None = None
+    gap: Tensor | None = None
     encoded: Tensor | None = None
     origin: Tensor | None = None
 
@@ -263,6 +271,8 @@ def idle_rows(rows: int, sequences: int, block: int, device: torch.device) -> St
         full=~none,
         changed=~none,
         slots=positions,
+        added=none,
+        gap=torch.zeros((rows, 2), dtype=torch.int32, device=device),
         encoded=~none,
         origin=positions.int(),
     )
