@@ -27,8 +27,8 @@ class RowLogits:
     Attributes:
         logits: [R, V], z / T at the rows' temperature T (1 where it is 0), -inf for an id that is never produced.
         token: i64[R], the token that was chosen.
-        standing: i64[R], the token that stands at the position that the row predicts. It is the mask token where nothing
-            is decoded, and -1 where the row predicts no position of the block.
+        standing: i64[R], the token that stands at the position that the row predicts. It is the mask token where
+            nothing is decoded, and -1 where the row predicts no position of the block.
         before: f32[R, W], the values that the statistic kept of the row when it was last projected.
         seen: bool[R], True if that was in this block; else `before` may hold anything.
     """

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dgraph.testing import TinyModel
@@ -15,6 +16,8 @@ from dgraph.testing import TinyModel
 Forward = Callable[[Tensor, int, int, int], Tensor]
 # (log-probabilities of the block's masks [m, V], step of the block, their positions) -> which of them to commit.
 Choose = Callable[[Tensor, int, list[int]], list[int]]
+# (layer, q, k, v [H, T, D]) -> [H, T, D].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -63,3 +66,39 @@ def about(logits: Tensor, positions: Tensor, width: int, shift: int) -> Tensor:
     placed = logits.new_zeros(width + 1, logits.shape[1])
     placed[positions + shift] = logits
     return placed[:width]
+
+
+@torch.no_grad()
+def llama(tiny: TinyModel, tokens: Tensor, attend: Attend, positions: Tensor | None = None) -> Tensor:
+    """[T, V]: a Llama or Qwen2 forward with another attention; positions i64[T], in order if not given."""
+    weights = {name.removeprefix("model."): w for name, w in tiny.model.module.named_parameters()}
+    weights = {name.removeprefix("model."): w for name, w in weights.items()}
+    spec, config = tiny.model.spec, tiny.model.module.model.config
+    theta = config.rope_parameters["rope_theta"]
+    positions = torch.arange(len(tokens)) if positions is None else positions
+    angle = positions[:, None] * theta ** -(torch.arange(0, spec.head_dim, 2) / spec.head_dim)
+    cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+
+    def rotated(x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat([-right, left], -1) * sin
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config.rms_norm_eps)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    h = weights["embed_tokens.weight"][tokens]
+    for layer in range(spec.layers):
+        at = f"layers.{layer}."
+        x = norm(h, f"{at}input_layernorm")
+        q, k, v = (
+            linear(x, f"{at}self_attn.{n}_proj").unflatten(1, (-1, spec.head_dim)).transpose(0, 1) for n in "qkv"
+        )
+        k, v = (y.repeat_interleave(spec.heads // spec.kv_heads, 0) for y in (k, v))
+        mixed = attend(layer, rotated(q), rotated(k), v).transpose(0, 1).flatten(1)
+        h = h + linear(mixed, f"{at}self_attn.o_proj")
+        x = norm(h, f"{at}post_attention_layernorm")
+        h = h + linear(F.silu(linear(x, f"{at}mlp.gate_proj")) * linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
+    return linear(norm(h, "norm"), "lm_head")

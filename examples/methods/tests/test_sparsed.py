@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from dgraph_methods.sparsed import KeepTiles, sparsed
 from dgraph_methods.sparsed_op import OP
-from plain import about, above, decode
+from plain import about, above, decode, llama
 from torch import Tensor
 
 import dgraph
@@ -56,41 +55,6 @@ def test_inductor_gives_the_same_tokens() -> None:
 
 def test_ranks_with_some_heads_each_give_the_same_tokens() -> None:
     check_ranks_agree(MODELS[1], "sparsed", SOME, steps=4)
-
-
-@torch.no_grad()
-def llama(tiny: TinyModel, tokens: Tensor, attend: Any) -> Tensor:
-    """[T, V]: a Llama or Qwen2 forward with another attention: (layer, q, k, v [H, T, D]) -> [H, T, D]."""
-    weights = {name.removeprefix("model."): w for name, w in tiny.model.module.named_parameters()}
-    weights = {name.removeprefix("model."): w for name, w in weights.items()}
-    spec, config = tiny.model.spec, tiny.model.module.model.config
-    theta = config.rope_parameters["rope_theta"]
-    angle = torch.arange(len(tokens))[:, None] * theta ** -(torch.arange(0, spec.head_dim, 2) / spec.head_dim)
-    cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
-
-    def rotated(x: Tensor) -> Tensor:
-        left, right = x.chunk(2, -1)
-        return x * cos + torch.cat([-right, left], -1) * sin
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config.rms_norm_eps)
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    h = weights["embed_tokens.weight"][tokens]
-    for layer in range(spec.layers):
-        at = f"layers.{layer}."
-        x = norm(h, f"{at}input_layernorm")
-        q, k, v = (
-            linear(x, f"{at}self_attn.{n}_proj").unflatten(1, (-1, spec.head_dim)).transpose(0, 1) for n in "qkv"
-        )
-        k, v = (y.repeat_interleave(spec.heads // spec.kv_heads, 0) for y in (k, v))
-        mixed = attend(layer, rotated(q), rotated(k), v).transpose(0, 1).flatten(1)
-        h = h + linear(mixed, f"{at}self_attn.o_proj")
-        x = norm(h, f"{at}post_attention_layernorm")
-        h = h + linear(F.silu(linear(x, f"{at}mlp.gate_proj")) * linear(x, f"{at}mlp.up_proj"), f"{at}mlp.down_proj")
-    return linear(norm(h, "norm"), "lm_head")
 
 
 def oracle(tiny: TinyModel, prompt: list[int], decoding: dict[str, Any]) -> list[int]:
