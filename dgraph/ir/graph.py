@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError, PassError, VerifyError
+from dgraph.ir import some_rows
+from dgraph.ir.layers import FeedForward
 from dgraph.ir.listed import Listed as Listed
 from dgraph.ir.matching import Matches, matches_of
 from dgraph.ir.node_list import NodeList
 from dgraph.ir.pattern import Pattern
+from dgraph.ir.some_rows import Place, RowLayer, SomeRows
 from dgraph.ops import OPS
 from dgraph.types.nodes import args_of, op_name, where
 from dgraph.types.shapes import Evaluator, InputSpec
@@ -241,6 +244,77 @@ class Graph(NodeList):
             made.append(new)
         self.sweep()
         return made
+
+    def row_layer(self, attention: Node) -> RowLayer | str:
+        """The layer of an attention over a cache, as `run_rows` takes it, or why it cannot run on some of its rows."""
+        return some_rows.row_layer(self, attention)
+
+    def row_network(self, attention: Node) -> FeedForward | str:
+        """The feed-forward network of an attention's layer, as `run_rows` takes it, or why it cannot run on some rows.
+
+        A norm that it shares with the attention is not part of it.
+        """
+        return some_rows.row_network(self, attention)
+
+    def run_rows(self, part: RowLayer | FeedForward, flags: Node, *, by: str, given: Sequence[Node] = ()) -> SomeRows:
+        """Run a layer, or its feed-forward network alone, on flagged rows; the others reuse what they have.
+
+        The rows are listed on the device and move to the front of a buffer for all rows. Linear layers stop after them.
+        What a network adds to the residual stream is kept by position, in the cache `f_cache_l` of layer l, and added
+        for all rows to the current stream. A whole layer also keeps the addend of its attention, in `a_cache_l`. Keys
+        and values of the other rows stay in the cache as they are. The pass names these inputs in its `signature`.
+
+            layer = graph.row_layer(attention)
+            if isinstance(layer, str):
+                report.skip(layer, attention)
+            else:
+                graph.run_rows(layer, flags, by=report.name)
+                report.counts(flags)
+
+        In the first step of a response all rows must run: include the input `full` bool[N] in the flags.
+
+        Args:
+            part: what `row_layer` or `row_network` found.
+            flags: bool over the row set of the part, computed before it.
+            by: the pass.
+            given: queries, keys or values of the layer that are computed for all rows already, since the flags depend
+                on them.
+
+        Returns:
+            The rows; `new` has each value on these rows by the node that it had for all rows. Of a layer, that is its
+            attention, too.
+
+        Raises:
+            VerifyError: `flags` is not one flag for each row of the part.
+        """
+        node = part.attention if isinstance(part, RowLayer) else part.result
+        if self.row_set(flags) != self.row_set(node) or flags.meta["val"].dtype != torch.bool:
+            raise VerifyError(
+                f"{flags.name} is {self.type_text(flags)}, but the rows of {node.name} are {self.type_text(node)}; "
+                f"expected one flag for each row, bool[{self.row_set(node)}]."
+            )
+        if isinstance(part, RowLayer):
+            return some_rows.run_layer(self, part, flags, given, by)
+        place = self.place_of(part.result, self.add_input(some_rows.own_table(self)), by)
+        return some_rows.run_network(self, part, flags, place, by)
+
+    def cache_of(self, name: str, value: Node) -> tuple[Node, Node]:
+        """The input `<name>_cache_<layer>` that keeps a value of each row, and the page table by which it is read.
+
+        It is declared from the value's sizes, dtype and layer. Each row reads what an earlier step kept for its own
+        position. A bidirectional model may come back to any position. A block-causal one forwards a finished block once
+        more, in full, and never again. So its cache has a window of one position, and a sequence has places there for
+        as many as a step forwards.
+        """
+        table = some_rows.own_table(self)
+        return some_rows.kept_by(self, name, value, table.window), self.add_input(table)
+
+    def place_of(self, value: Node, page_table: Node, by: str) -> Place:
+        """Place of a value's rows in the caches that are read by a page table."""
+        rows = self.row_set(value)
+        if rows is None:
+            raise VerifyError(f"{value.name} is {self.type_text(value)}; expected a value with rows.")
+        return Place(self.on_rows_of("positions", value, by), page_table, self.offsets_of(rows))
 
     def copy(self) -> Graph:
         """An independent graph over the same weights and symbols."""

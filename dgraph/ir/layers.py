@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from dgraph.ir.graph import Graph
 from dgraph.ir.linears import Linear, Projection, linear_of, linears_of, projections_of
+from dgraph.ir.node_list import NodeList
 from dgraph.ops import OPS, op_of
 from dgraph.types.nodes import ancestors, args_of, viewed
 
@@ -104,7 +104,7 @@ class Layer:
         attention: the call that attends.
     """
 
-    graph: Graph
+    graph: NodeList
     attention: Node
 
     @property
@@ -310,7 +310,7 @@ class Layer:
         return [n for n in self.nodes if n.target in targets]
 
 
-def layers_of(graph: Graph) -> list[Layer]:
+def layers_of(graph: NodeList) -> list[Layer]:
     """The layers of a graph, in order: one for each call that attends."""
     return [Layer(graph, n) for n in sorted(n for op in ATTENTIONS for n in graph.find(op))]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from dgraph.ir.graph import Graph
+from dgraph.ir.node_list import NodeList
 from dgraph.ir.stored_weights import Stored, stored_of
 from dgraph.ops import OPS, op_of
 from dgraph.types.nodes import args_of, op_name, viewed
@@ -155,12 +155,12 @@ def projections_of(values: Iterable[Node]) -> list[Projection] | str:
     return found
 
 
-def heads_of(graph: Graph) -> list[Node]:
+def heads_of(graph: NodeList) -> list[Node]:
     """The LM heads that keep no logits."""
     return [node for name in HEADS for node in graph.find(name)]
 
 
-def head_of(graph: Graph) -> Linear | str:
+def head_of(graph: NodeList) -> Linear | str:
     """The LM head, which gives logits or decides without keeping them; or why it is not found.
 
     In a sharded graph it has the ids of a rank.
@@ -182,7 +182,7 @@ def head_of(graph: Graph) -> Linear | str:
     return linear
 
 
-def capped_head(graph: Graph) -> tuple[Linear, float | None] | str:
+def capped_head(graph: NodeList) -> tuple[Linear, float | None] | str:
     """The linear layer of the logits, and their cap; or why it is not found.
 
     The cap is c if the logits are c * tanh(z / c) of the layer's results z, else None. In a sharded graph the layer has
@@ -212,7 +212,7 @@ def gathered(logits: Node) -> Node | None:
     return node if node.target is OPS["all_gather"].overload else None
 
 
-def embedding_of(graph: Graph) -> Node | str:
+def embedding_of(graph: NodeList) -> Node | str:
     """The call that looks up the tokens' vectors, embedding(weight, input_ids), or those that a rank has; or why it is
     not one.
     """

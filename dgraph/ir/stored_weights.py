@@ -20,7 +20,7 @@ from torch.fx import Node
 from dgraph.errors import InputError
 from dgraph.families.quantised import KINDS, PARTS, ROW_KINDS, WHOLE, Format, sizes_of
 from dgraph.families.weights import Source, WeightSource, hollow
-from dgraph.ir.graph import Graph
+from dgraph.ir.node_list import NodeList
 from dgraph.ops import OPS
 from dgraph.ranks.sharding import Part
 from dgraph.types.nodes import args_of
@@ -83,7 +83,7 @@ class Stored:
         return [slice(begin, end), *(slice(begin // high, -(-end // high)) for _ in self.parts[1:])]
 
     def read(
-        self, graph: Graph, parts: Sequence[Node], before: Node, by: str, block: tuple[int, int] | None = None
+        self, graph: NodeList, parts: Sequence[Node], before: Node, by: str, block: tuple[int, int] | None = None
     ) -> Node:
         """Another weight as products read it, stored as this one is; in other blocks if they are given."""
         if not self.quantised:
@@ -105,12 +105,12 @@ def stored_of(weight: object) -> Stored | None:
     return Stored(weight, parts) if all("weight" in part.meta for part in parts) else None
 
 
-def tensors_of(graph: Graph, stored: Stored) -> list[Tensor]:
+def tensors_of(graph: NodeList, stored: Stored) -> list[Tensor]:
     """The tensors of what is stored, in the order of `Stored.parts`."""
     return [graph.tensors[part.meta["weight"]] for part in stored.parts]
 
 
-def rows_of(graph: Graph, stored: Stored, begin: int, end: int, name: str, before: Node, by: str) -> Node:
+def rows_of(graph: NodeList, stored: Stored, begin: int, end: int, name: str, before: Node, by: str) -> Node:
     """Some rows of a weight, as a product reads them; what is stored of them are views of what is there.
 
     Args:
@@ -131,7 +131,7 @@ def rows_of(graph: Graph, stored: Stored, begin: int, end: int, name: str, befor
     return stored.read(graph, nodes, before, by)
 
 
-def quantised_as(graph: Graph, weight: Node, format: Format, by: str) -> Node:
+def quantised_as(graph: NodeList, weight: Node, format: Format, by: str) -> Node:
     """Let all readers of a weight read its dequantised form; the tensors only stand for the stored ones.
 
     Args:
@@ -159,7 +159,7 @@ def quantised_as(graph: Graph, weight: Node, format: Format, by: str) -> Node:
     return made
 
 
-def as_stored(graph: Graph, source: WeightSource) -> None:
+def as_stored(graph: NodeList, source: WeightSource) -> None:
     """Let a captured graph read the weights that a checkpoint stores quantised as they are stored.
 
     Args:
@@ -172,7 +172,7 @@ def as_stored(graph: Graph, source: WeightSource) -> None:
         take_weights(graph, source, {})
 
 
-def formats_of(graph: Graph) -> dict[str, Format]:
+def formats_of(graph: NodeList) -> dict[str, Format]:
     """Formats of the quantised weights of a graph, by name."""
     kinds = {kind.dtype: name for name, kind in KINDS.items()}
     found = {}
@@ -184,7 +184,7 @@ def formats_of(graph: Graph) -> dict[str, Format]:
     return found
 
 
-def take_weights(graph: Graph, source: Source | None, parts: Mapping[str, Part]) -> None:
+def take_weights(graph: NodeList, source: Source | None, parts: Mapping[str, Part]) -> None:
     """Replace weights of a graph by a source's tensors, and by parts of them; a shared tensor stays shared.
 
     Args:

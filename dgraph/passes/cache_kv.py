@@ -14,14 +14,8 @@ from dgraph.ops.kv.scales import KV_DTYPES
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of, where
-from dgraph.types.shapes import InputSpec, of_window
-
-PAGE_TABLE = InputSpec("page_table", torch.int32, ("b", "P"))
-
-
-def page_table(window: int) -> InputSpec:
-    """Declaration of the page table of layers with a window; 0: of layers that see all positions."""
-    return InputSpec(of_window(PAGE_TABLE.name, window), PAGE_TABLE.dtype, ("b", of_window("P", window)))
+from dgraph.types.shapes import PAGE_TABLE as PAGE_TABLE
+from dgraph.types.shapes import InputSpec, of_window, page_table
 
 
 @dataclass(frozen=True)

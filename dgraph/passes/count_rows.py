@@ -10,9 +10,9 @@ import torch
 
 from dgraph.ir.graph import Graph, Listed
 from dgraph.ir.linears import linear_of
+from dgraph.ir.some_rows import nowhere
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.salience import nowhere
 from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
-from dgraph.ir.layers import FeedForward, Layer, with_added
-from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.papers import DYLLM, Paper
 from dgraph.spec import ModelSpec
-from dgraph.types.nodes import args_of, op_name
-
-aten = torch.ops.aten
+from dgraph.types.nodes import op_name
 
 
 @dataclass(frozen=True)
@@ -91,39 +85,20 @@ class GateFFN(Pass):
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so features have no place to be kept; run CacheKV first", node)
         for attention in [n for op in ("paged_attention", *salience.UPDATED) for n in graph.find(op)]:
-            found = Layer(graph, attention).feed_forward
-            if isinstance(found, FeedForward):
-                found = salience.obstacle(found.nodes) or found
-            if reason := with_added(attention):
-                found = reason
+            found = graph.row_network(attention)
             if salience.of_masked(graph, attention):
                 found = "it runs on masked rows alone; in the next block they are others, of which nothing was kept"
             if isinstance(found, str):
                 report.skip(found, attention)
                 continue
-            self._gate(graph, attention, found, report)
+            flags = self._flags(graph, attention, report.name)
+            graph.run_rows(found, flags, by=report.name)
+            report.did(f"{len(found.nodes)} calls of the feed-forward network on salient rows", attention.meta["layer"])
         if report.applied:
             salience.count_salient(graph, report.name)
             graph.sweep()
 
-    def _gate(self, graph: Graph, attention: Node, found: FeedForward, report: Report) -> None:
-        by, layer = report.name, attention.meta["layer"]
-        place = _Place.of(graph, attention)
-        flags = self._flags(graph, attention, place, by)
-        rows = salience.listed(graph, flags, place.cu_rows, flags.next, by)
-        values = [found.stream, place.positions]
-        gathered = graph.call(OPS["compact"], (values, rows.index), before=found.residual, by=by, like=found.nodes[0])
-        stream, positions = graph.parts(gathered, 2, by)
-        moved = salience.move(graph, found.nodes, {found.stream: stream}, rows, found.residual, by)
-        cache, page_table = salience.cache_of(graph, "f", found.result)
-        write = (moved[found.result], cache, positions, page_table, rows.cu_rows)
-        graph.call(OPS["feature_write"], write, before=found.residual, by=by, like=found.result)
-        read = (cache, place.slots(graph, cache, page_table, by))
-        kept = graph.call(OPS["feature_take"], read, before=found.residual, by=by, like=found.result)
-        found.residual.replace_input_with(found.result, kept)
-        report.did(f"{len(found.nodes)} calls of the feed-forward network on salient rows", layer)
-
-    def _flags(self, graph: Graph, attention: Node, place: _Place, by: str) -> Node:
+    def _flags(self, graph: Graph, attention: Node, by: str) -> Node:
         """The salient rows of the layer, from PartialAttention or found here."""
         layer = attention.meta["layer"]
         tau = salience.tau_of(self.tau, layer, graph.spec.layers)
@@ -136,37 +111,5 @@ class GateFFN(Pass):
             return salience.flags_of(there)
         graph.add_input(salience.FULL)
         full = graph.on_rows_of("full", attention, by)
-        cache, page_table = salience.cache_of(graph, "c", attention)
-        return salience.drift(graph, attention, cache, full, place.within(page_table), tau, by)
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Place of a layer's rows: positions and offsets, and a page table for each kind of cache."""
-
-    positions: Node
-    cu_rows: Node
-
-    @classmethod
-    def of(cls, graph: Graph, attention: Node) -> _Place:
-        args = args_of(attention)
-        if attention.target in [OPS[op].overload for op in salience.UPDATED]:
-            return cls(args[8], args[10])
-        return cls(graph.on_rows_of("positions", attention, "GateFFN"), args[4])
-
-    def within(self, page_table: Node) -> tuple[Node, Node, Node]:
-        return self.positions, page_table, self.cu_rows
-
-    def slots(self, graph: Graph, cache: Node, page_table: Node, by: str) -> Node:
-        """Slots of the rows, the same in all caches of a table: an existing call, or a new one as early as possible."""
-        args = self.within(page_table)
-        for node in graph.find("row_slots"):
-            if args_of(node)[:3] == args:
-                return node
-        made = [node for node in graph.calls if node in args]
-        if not made:  # before the layers, so that the first reads like the others
-            return graph.call(OPS["row_slots"], (*args, cache), before=graph.calls[0], by=by, like=graph.output)
-        following = made[-1].next
-        while following.target is operator.getitem:
-            following = following.next
-        return graph.call(OPS["row_slots"], (*args, cache), before=following, by=by, like=made[-1])
+        cache, page_table = graph.cache_of("c", attention)
+        return salience.drift(graph, attention, cache, full, graph.place_of(attention, page_table, by).nodes, tau, by)

@@ -13,10 +13,9 @@ from dgraph.ir.graph import ADDED, Graph
 from dgraph.ops import OPS
 from dgraph.ops.statistics import CURRENT, Statistic, declare, kept_rows
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.cache_kv import PAGE_TABLE
 from dgraph.plans.papers import OURS, Paper
 from dgraph.types.nodes import args_of
-from dgraph.types.shapes import InputSpec
+from dgraph.types.shapes import PAGE_TABLE, InputSpec
 
 aten = torch.ops.aten
 

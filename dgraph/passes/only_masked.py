@@ -11,11 +11,11 @@ from torch.fx import Node
 from dgraph.ir.graph import Graph
 from dgraph.ir.layers import Layer, windowed, without
 from dgraph.ir.linears import heads_of
+from dgraph.ir.some_rows import cannot_run
 from dgraph.ops import op_of
 from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.count_rows import count_products
-from dgraph.passes.salience import obstacle
 from dgraph.plans.papers import OURS, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
@@ -142,4 +142,4 @@ def _obstacle(graph: Graph, attention: Node, head: Node) -> str | None:
     for node in readers:
         if graph.output in node.users:
             return f"the program returns {node.name}, of all rows"
-    return obstacle(readers)
+    return cannot_run(readers)

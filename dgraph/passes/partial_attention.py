@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph, Listed
-from dgraph.ir.layers import Layer, in_ranges, of_weights, without
+from dgraph.ir.layers import Layer, in_ranges, without
+from dgraph.ir.some_rows import SomeRows, cannot_run, listed
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
@@ -110,14 +111,13 @@ class PartialAttention(Pass):
     def _update(self, graph: Graph, attention: Node, report: Report) -> None:
         by, layer = report.name, attention.meta["layer"]
         (write,) = graph.find("kv_write", layer)
-        nodes, gathered = _projections(graph, attention, write)
+        nodes = _projections(graph, attention, write)
         k, v, k_cache, v_cache, positions, page_table, cu_rows, *scales = args_of(write)
         changed = self._changed(graph, layer, cu_rows, by)
-        values = [*gathered, positions]
-        compact = graph.call(OPS["compact"], (values, changed.index), before=write, by=by)
-        instead = dict(zip(values, graph.parts(compact, len(values), by), strict=True))
-        new = salience.move(graph, nodes, instead, changed, write, by)
-        update = (new[k], new[v], k_cache, v_cache, instead[positions], page_table, changed.cu_rows, *scales)
+        some = SomeRows(graph, changed, by)
+        some.run(nodes, write, [positions])
+        new = some.new
+        update = (new[k], new[v], k_cache, v_cache, new[positions], page_table, changed.cu_rows, *scales)
         tau = salience.tau_of(self.tau, layer, graph.spec.layers)
         for drift in salience.drifts(graph, layer):
             if (other := salience.tau_in(drift)) != tau:
@@ -131,7 +131,7 @@ class PartialAttention(Pass):
             report.did(f"{len(nodes)} calls for keys and values on salient rows, attention on masked rows", layer)
             return
         graph.add_input(salience.FULL)
-        full, (cache, table) = graph.on_rows_of("full", attention, by), salience.cache_of(graph, "c", attention)
+        full, (cache, table) = graph.on_rows_of("full", attention, by), graph.cache_of("c", attention)
         if self.update:
             dv = graph.call(OPS["kv_update"], update, before=write, by=by)
             q, _, _, _, _, limit, scale = args_of(attention)[:7]
@@ -162,9 +162,9 @@ class PartialAttention(Pass):
         found = salience.finder(graph, layer - 1) if layer else None
         if found is None:  # before the layers, so that the first reads like the others
             flags = graph.add_input(salience.CHANGED)
-            return salience.listed(graph, flags, cu_rows, graph.calls[0], by, like=graph.output)
+            return listed(graph, flags, cu_rows, graph.calls[0], by, like=graph.output)
         flags = salience.flags_of(found)
-        return salience.listed(graph, flags, cu_rows, flags.next, by)
+        return listed(graph, flags, cu_rows, flags.next, by)
 
 
 def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
@@ -188,27 +188,18 @@ def _obstacle(graph: Graph, attention: Node, update: bool) -> str | None:
             return f"nothing finds the salient rows of layer {layer - 1}"
         if graph.row_set(salience.flags_of(found)) != rows:
             return f"rows are evicted between layers {layer - 1} and {layer}"
-    nodes, _ = _projections(graph, attention, writes[0])
+    nodes = _projections(graph, attention, writes[0])
     for node in dict.fromkeys((*nodes, *args_of(writes[0])[:2])):
         for user in node.users:
             if user not in nodes and user is not writes[0]:
                 return f"{op_name(user.target)} also reads {node.name}, for all rows"
-    return salience.obstacle(nodes)
+    return cannot_run(nodes)
 
 
-def _projections(graph: Graph, attention: Node, write: Node) -> tuple[list[Node], list[Node]]:
-    """The layer's calls that make keys and values and no queries, and the values over rows that they read."""
+def _projections(graph: Graph, attention: Node, write: Node) -> list[Node]:
+    """The layer's calls that make keys and values and no queries."""
     layer = Layer(graph, attention)
-    of_q, of_kv = layer.makers(layer.queries), layer.makers(*args_of(write)[:2])
-    nodes = without(of_kv, of_q)
-    read = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in nodes)
-    return nodes, [a for a in read if not of_weights(a) and over_rows(graph, a)]
-
-
-def over_rows(graph: Graph, node: Node) -> bool:
-    value = node.meta["val"]
-    first = value[0] if isinstance(value, (tuple, list)) else value
-    return graph.symbols.row_set(first) is not None
+    return without(layer.makers(*args_of(write)[:2]), layer.makers(layer.queries))
 
 
 def _apart(graph: Graph, attention: Node, by: str) -> str | None:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
-from dgraph.ir.layers import FeedForward, Layer, in_ranges, of_weights, without
-from dgraph.ops import OPS
+from dgraph.ir.layers import Layer
+from dgraph.ir.some_rows import RowLayer
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.partial_attention import over_rows
 from dgraph.plans.papers import DLLM_CACHE, MASKKV, Paper
 from dgraph.spec import ModelSpec
-from dgraph.types.nodes import args_of, op_name
+from dgraph.types.nodes import args_of
 from dgraph.types.shapes import InputSpec
-
-aten = torch.ops.aten
 
 ADAPT = InputSpec("adapt", torch.bool, ("N",))
 
@@ -112,119 +107,31 @@ class ReuseRows(Pass):
         for attention in graph.find("paged_attention"):
             if attention.meta["layer"] == 0:
                 continue
-            found = _layer(graph, attention)
+            found = graph.row_layer(attention)
             if isinstance(found, str):
                 report.skip(found, attention)
                 continue
             q, k, v = found.queries_keys_values
             layer = Layer(graph, attention)
-            of_qk, of_v = layer.makers(q, k), layer.makers(v)
-            if reason := take_apart(graph, of_qk, of_v, report.name):
+            if reason := take_apart(graph, layer.makers(q, k), layer.makers(v), report.name):
                 report.skip(reason, attention)
                 continue
-            found = _layer(graph, attention)  # anew: it reads the split projections
+            found = graph.row_layer(attention)  # anew: it reads the split projections
             assert not isinstance(found, str), found
-            self._reuse(graph, found, report)
+            self._reuse(graph, found, report.name)
+            report.did("the layer on the rows whose values changed, sums of what is kept", attention.meta["layer"])
         if report.applied:
             salience.count_salient(graph, report.name)
             graph.sweep()
 
-    def _reuse(self, graph: Graph, found: _Layer, report: Report) -> None:
-        by, attention, write = report.name, found.attention, found.write
-        q, k, v = found.queries_keys_values
-        k_cache, v_cache, positions, page_table, cu_rows, *scales = args_of(write)[2:]
-        limit, scale = args_of(attention)[5:7]
+    def _reuse(self, graph: Graph, found: RowLayer, by: str) -> None:
+        attention, v, scales = found.attention, args_of(found.write)[1], args_of(found.write)[7:]
         graph.add_input(salience.FULL)
-        full = graph.on_rows_of("full", attention, by)
-        adapt = None
+        full, adapt = graph.on_rows_of("full", attention, by), None
         if self.idle:
             graph.add_input(ADAPT)
             adapt = graph.on_rows_of("adapt", attention, by)
-        place = (positions, page_table, cu_rows)
-        flags = salience.least_similar(
-            graph, (v, v_cache, *scales[1:]), full, place, float(self.share), adapt, write, by
-        )
-        rows = salience.listed(graph, flags, cu_rows, write, by)
-
-        layer = Layer(graph, attention)
-        nodes = without(layer.makers(q, k), layer.makers(v))
-        read = [a for n in nodes for a in n.all_input_nodes if a not in nodes and not of_weights(a)]
-        values = list(dict.fromkeys([*(a for a in read if over_rows(graph, a)), v, positions, limit]))
-        gathered = graph.call(OPS["compact"], (values, rows.index), before=write, by=by)
-        on_rows = dict(zip(values, graph.parts(gathered, len(values), by), strict=True))
-        on_rows = salience.move(graph, nodes, on_rows, rows, write, by)
-        at = (on_rows[positions], page_table, rows.cu_rows)
-        graph.call(OPS["kv_write"], (on_rows[k], on_rows[v], k_cache, v_cache, *at, *scales), before=write, by=by)
-        graph.fx.erase_node(write)
-        attend = (on_rows[q], k_cache, v_cache, page_table, rows.cu_rows, on_rows[limit], scale, *scales)
-        on_rows[attention] = graph.call(OPS["paged_attention"], attend, before=attention, by=by)
-
-        def keep(kind: str, nodes: Sequence[Node], result: Node, total: Node) -> None:
-            """Compute `result` on the rows and cache it; `total`, a sum, reads the cache."""
-            moved = salience.move(graph, nodes, on_rows, rows, total, by)
-            width, dtype = int(result.meta["val"].shape[1]), result.meta["val"].dtype
-            name = f"{kind}_cache_{attention.meta['layer']}"
-            cache = graph.add_input(InputSpec(name, dtype, ("pages", "page", width)))
-            merge = (moved[result], rows.index, cache, *place)
-            total.replace_input_with(result, graph.call(OPS["feature_merge"], merge, before=total, by=by, like=result))
-
-        ffn = found.ffn
-        keep("a", found.mixing, found.mixed, ffn.attended)
-        if ffn.stream not in on_rows:  # a network parallel to the attention may read its input
-            stream = graph.call(
-                OPS["compact"], ([ffn.stream], rows.index), before=ffn.residual, by=by, like=ffn.nodes[0]
-            )
-            (on_rows[ffn.stream],) = graph.parts(stream, 1, by)
-        keep("f", ffn.nodes, ffn.result, ffn.residual)
-        count = len(nodes) + 1 + len(found.mixing) + len(ffn.nodes)
-        report.did(f"{count} calls on the rows whose values changed, sums of what is kept", attention.meta["layer"])
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer that can run on some of its rows.
-
-    Attributes:
-        attention, write: its attention, and where its keys and values are written.
-        mixing: the calls from the attention to its addend to the residual stream, in order.
-        mixed: the last of them.
-        ffn: its feed-forward network.
-    """
-
-    attention: Node
-    write: Node
-    mixing: tuple[Node, ...]
-    mixed: Node
-    ffn: FeedForward
-
-    @property
-    def queries_keys_values(self) -> tuple[Node, Node, Node]:
-        k, v = args_of(self.write)[:2]
-        return args_of(self.attention)[0], k, v
-
-
-def _layer(graph: Graph, attention: Node) -> _Layer | str:
-    """The layer of an attention, or why it cannot run on some of its rows."""
-    if seen := in_ranges(attention):
-        return seen
-    layer = Layer(graph, attention)
-    ffn, write = layer.feed_forward, layer.write
-    if isinstance(ffn, str):
-        return ffn
-    if reason := salience.obstacle(ffn.nodes):
-        return reason
-    if isinstance(write, str):
-        return write
-    k, v = args_of(write)[:2]
-    if not graph.row_set(k) == graph.row_set(attention) == graph.row_set(ffn.residual):
-        return "rows are evicted in the layer"
-    projections = layer.makers(layer.queries, k, v)
-    for node in projections:
-        for user in node.users:
-            if user not in (*projections, *ffn.nodes, ffn.stream, write, attention):
-                return f"{op_name(user.target)} also reads {node.name}, for all rows"
-    mixing = layer.mixing(ffn.attended)
-    if isinstance(mixing, str):
-        return mixing
-    reason = salience.obstacle([*projections, *mixing.nodes])
-    return reason or _Layer(attention, write, mixing.nodes, mixing.result, ffn)
+        values = (v, args_of(found.write)[3], *scales[1:])
+        place, share = found.place.nodes, float(self.share)
+        flags = salience.least_similar(graph, values, full, place, share, adapt, found.write, by)
+        graph.run_rows(found, flags, by=by, given=[v])

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
-from dgraph.ir.graph import Graph, Listed
-from dgraph.ir.layers import of_weights
-from dgraph.ir.linears import head_of, linear_of
+from dgraph.ir.graph import Graph
+from dgraph.ir.linears import head_of
 from dgraph.ops import OPS, op_of
-from dgraph.passes.cache_kv import page_table
-from dgraph.types.nodes import args_of, op_name
-from dgraph.types.shapes import OWN, Dim, InputSpec, of_window
+from dgraph.types.nodes import args_of
+from dgraph.types.shapes import OWN, InputSpec, page_table
 
 aten = torch.ops.aten
 
@@ -52,20 +49,6 @@ def tau_of(tau: float | tuple[float, ...], layer: int, layers: int) -> float:
     if len(tau) != layers:
         raise InputError(f"tau has {len(tau)} values, but the model {layers} layers; give one for each layer, or one.")
     return float(tau[layer])
-
-
-def cache_of(graph: Graph, kind: str, value: Node) -> tuple[Node, Node]:
-    """The input that keeps a value of each row, by layer, and the page table by which it is read.
-
-    Each row reads what an earlier step kept for its own position. A bidirectional model may come back to any position.
-    A block-causal one forwards a finished block once more, in full, and never again. So its cache has a window of one
-    position, and a sequence has places there for as many as a step forwards.
-    """
-    window = OWN if graph.spec.attention == "block_causal" else 0
-    kept = value.meta["val"]
-    shape: tuple[Dim, ...] = (of_window("pages", window), "page", *map(int, kept.shape[1:]))
-    cache = graph.add_input(InputSpec(f"{kind}_cache_{value.meta['layer']}", kept.dtype, shape))
-    return cache, graph.add_input(page_table(window))
 
 
 FINDERS = ("partial_attention", "drift", "drifted", "least_similar", "least_drifted")
@@ -162,15 +145,6 @@ def least_similar(
     return graph.call(OPS["least_drifted"], (total, full, place[2], share, *more), before=before, by=by)
 
 
-def listed(graph: Graph, flags: Node, cu_rows: Node, before: Node, by: str, like: Node | None = None) -> Listed:
-    """The list of flagged rows: the one that is there, or a new one before a node."""
-    for user in flags.users:
-        if (op := op_of(user.target)) is not None and op.name == "list_kept":
-            return graph.listed(user, by)
-    kept = graph.call(OPS["list_kept"], (flags, cu_rows), before=before, by=by, like=like)
-    return graph.listed(kept, by)
-
-
 def count_salient(graph: Graph, by: str) -> None:
     """Let the output `salient` i32[L] say how many rows are salient in each layer that finds them, in order."""
 
@@ -192,51 +166,3 @@ def of_masked(graph: Graph, node: Node) -> bool:
     if isinstance(head, str) or head.kind != "head" or graph.row_set(head.x) != graph.row_set(node):
         return False
     return args_of(head.node)[8:9] == (True,)  # packed
-
-
-def obstacle(nodes: Iterable[Node]) -> str | None:
-    """Reason why these calls cannot run on some of their rows, or None."""
-    for node in nodes:
-        op = op_of(node.target)
-        # A count counts all rows, so its op cannot run on some; values of weights have no rows.
-        if op is not None and (not op.by_row or op.count is not None) and not of_weights(node):
-            return f"{op_name(node.target)} is not known to act row by row"
-    return None
-
-
-def move(
-    graph: Graph, nodes: Sequence[Node], instead: Mapping[Node, Node], rows: Listed, before: Node, by: str
-) -> dict[Node, Node]:
-    """The calls `nodes` again, in order, on the listed rows, before a node.
-
-    Linear layers run on as many rows as are listed. A row after them is routed to no expert. The projection that
-    decides which experts run stays as it is: its sums keep their order, or near ties would be decided anew.
-
-    Args:
-        instead: replacements of values that are gathered already.
-
-    Returns:
-        `instead` and the new node of each old one.
-    """
-    new = dict(instead)
-    for node in nodes:
-        args: tuple[Any, ...] = torch.fx.map_arg(args_of(node), lambda n: new.get(n, n))
-        target: Any = node.target
-        made_by = node.meta["by"]
-        linear = linear_of(node)
-        if linear is not None and linear.kind == "plain" and linear.by_vectors and not linear.routes:
-            target, made_by = OPS["rows_linear"], by
-            args = (*torch.fx.map_arg((linear.x, linear.weight, linear.bias), lambda n: new.get(n, n)), rows.cu_rows)
-        elif target is OPS["experts"].overload:
-            args = (args[0], nowhere(graph, args[1], rows.index, node, before, by), *args[2:])
-        copy = graph.call(target, args, node.kwargs, before=before, by=made_by, like=node)
-        copy.meta["source"] = node.meta.get("source", "")
-        new[node] = copy
-    return new
-
-
-def nowhere(graph: Graph, choice: Node, index: Node, like: Node, before: Node, by: str) -> Node:
-    """`choice`, with expert -1 for the rows after the listed ones."""
-    unused = graph.call(aten.lt.Scalar, (index, 0), before=before, by=by, like=like)
-    unused = graph.call(aten.unsqueeze.default, (unused, 1), before=before, by=by, like=like)
-    return graph.call(aten.masked_fill.Scalar, (choice, unused, -1), before=before, by=by, like=like)

@@ -13,12 +13,11 @@ from dgraph.ir.linears import capped_head, embedding_of, gathered
 from dgraph.ir.stored_weights import stored_of
 from dgraph.ops import OPS
 from dgraph.passes.base import Effect, Pass, Report
-from dgraph.passes.cache_kv import page_table
 from dgraph.passes.chunk_lm_head import SEED, TEMPERATURE
 from dgraph.plans.papers import OURS, Paper
 from dgraph.ranks.sharding import FIRST_ID
 from dgraph.types.nodes import args_of
-from dgraph.types.shapes import OWN, InputSpec, of_window
+from dgraph.types.shapes import OWN, InputSpec, of_window, page_table
 
 aten = torch.ops.aten
 

@@ -197,6 +197,15 @@ class InputSpec:
         return numbers
 
 
+PAGE_TABLE = InputSpec("page_table", torch.int32, ("b", "P"))
+"""The page table of caches whose rows see all positions."""
+
+
+def page_table(window: int) -> InputSpec:
+    """Declaration of the page table of layers with a window; 0: of layers that see all positions."""
+    return InputSpec(of_window(PAGE_TABLE.name, window), PAGE_TABLE.dtype, ("b", of_window("P", window)))
+
+
 class Symbols:
     """Symbolic sizes, and the types of all calls over them; threads may share them. See `common_symbols`.
 
