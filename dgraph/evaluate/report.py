@@ -26,6 +26,7 @@ PAIRED = ("against", "n", "EM points (95 %)", "right only here, there", "p", "NL
 p: exact McNemar test, for one comparison; repeated: in points.
 """
 SALIENT = "salient rows, % of a sparse step"
+RUN = "rows that a layer ran on, per token"
 PARTS = 4
 """Number of layers after the first, and of ranges of steps, for which a table shows the salient rows."""
 TITLES = ("arm", "n", QUALITY, "steps", "tok/step", "rows/tok", "same %", "same tok %")
@@ -125,8 +126,7 @@ def salience_table(evaluation: Evaluation) -> Table:
 
     There are no rows if no recipe counts them. The columns are those of the DyLLM paper's Table 4.
     """
-    layers = evaluation.model.spec.layers
-    shown = sorted({0, *(max(1, -(-layers * i // PARTS)) - 1 for i in range(1, PARTS + 1))})
+    shown = _shown(evaluation)
     found = saliences(evaluation)
     longest = max((len(salience.sparse) for _, salience in found), default=0)
     bounds = [longest * i // PARTS for i in range(PARTS + 1)]
@@ -140,6 +140,25 @@ def salience_table(evaluation: Evaluation) -> Table:
     return (SALIENT, "all", *(f"layer {layer}" for layer in shown), *steps), rows
 
 
+def rows_table(evaluation: Evaluation) -> Table:
+    """Rows that the counting layers ran on per decoded token by arm: their mean, and those at quarters of the layers.
+
+    Full steps are included. There are no rows if no recipe counts them.
+    """
+    shown, rows = _shown(evaluation), []
+    for arm in evaluation.arms:
+        if found := evaluation.rows_run(arm):
+            cells = [sum(found.values()) / len(found), *map(found.get, shown)]
+            rows.append((arm.label, *("n/a" if cell is None else f"{cell:.1f}" for cell in cells)))
+    return (RUN, "mean", *(f"layer {layer}" for layer in shown)), rows
+
+
+def _shown(evaluation: Evaluation) -> list[int]:
+    """The layers that a table shows: the first one, and the last of each quarter."""
+    layers = evaluation.model.spec.layers
+    return sorted({0, *(max(1, -(-layers * i // PARTS)) - 1 for i in range(1, PARTS + 1))})
+
+
 def saliences(evaluation: Evaluation) -> list[tuple[str, Salience]]:
     """Labels and counts of the arms that count salient rows."""
     found = ((arm.label, evaluation.salience(arm)) for arm in evaluation.arms)
@@ -148,7 +167,7 @@ def saliences(evaluation: Evaluation) -> list[tuple[str, Salience]]:
 
 def tables(evaluation: Evaluation) -> list[Table]:
     """All tables that have rows."""
-    makers = (arms_table, tasks_table, judged_table, paired_table, salience_table)
+    makers = (arms_table, tasks_table, judged_table, paired_table, rows_table, salience_table)
     found = (make(evaluation) for make in makers)
     return [(titles, rows) for titles, rows in found if rows]
 

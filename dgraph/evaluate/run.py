@@ -16,10 +16,10 @@ from dgraph.evaluate.judge import Judge, Judged
 from dgraph.evaluate.paired import Paired
 from dgraph.evaluate.questions import Question
 from dgraph.evaluate.results import Keys, Result, Store
-from dgraph.evaluate.salience import Counted, Salience
+from dgraph.evaluate.salience import Counted, Salience, rows_run
 from dgraph.evaluate.scores import Score
 from dgraph.families import Model
-from dgraph.passes import salience
+from dgraph.ir.row_counts import counted_rows
 from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.results import Progress
@@ -169,6 +169,13 @@ class Evaluation:
         """Salient rows of an arm so far; None if its recipe counts none, or an older version wrote its results."""
         return Salience.of(self.store.counted(result.key for _, result in self.found(arm)))
 
+    def rows_run(self, arm: Arm) -> dict[int, float]:
+        """Rows that each counting layer ran on per decoded token of an arm so far, by layer; empty if none counts."""
+        results = {result.key: result for _, result in self.found(arm)}
+        batches = self.store.counted(results)
+        keys = {key for counted, _ in batches for key in counted.keys}
+        return rows_run(batches, sum(result.decoded for key, result in results.items() if key in keys))
+
     @property
     def tasks(self) -> list[str]:
         """Names of the tasks, in the order of the questions."""
@@ -189,6 +196,7 @@ class Evaluation:
                     "against": reference.label if reference is not None and reference != arm else None,
                     **self.score(arm).to_json(),
                     "salience": salience and salience.to_json(),
+                    "rows_run": self.rows_run(arm),
                     "paired": (paired := self.paired(arm)) and paired.to_json(),
                     "tasks": {
                         task: {
@@ -239,6 +247,7 @@ class Evaluation:
         def count(progress: Progress) -> None:
             say(f"{progress.decoded} tokens", progress.finished)
 
+        layers = counted_rows(program.graph())
         watched = self._watched(program, arm)
         with nullcontext() if watched is None else watched.watching(program.programs["step"]):
             result = program.generate(
@@ -254,7 +263,7 @@ class Evaluation:
         for question, text, ids, numbers in zip(batch, result.texts, result.token_ids, counts, strict=True):
             seen = (arm.label, question.task, question.prompt, question.right(text), text, ids)
             found.append(Result(self.keys.of(arm, question.prompt), *seen, *numbers, stats.total / len(batch)))
-        return found, Counted.of([result.key for result in found], _counting_layers(program), stats)
+        return found, Counted.of([result.key for result in found], layers, stats)
 
     def _watched(self, program: CompiledModel, arm: Arm) -> Distributions | None:
         """The distributions to which an arm's steps are added; None if they are not asked for."""
@@ -263,11 +272,3 @@ class Evaluation:
         spec = program.spec
         fresh = Distributions(spec.layers, self.block_length or spec.block_length, spec.eos_ids)
         return self.distributions.setdefault(arm.label, fresh)
-
-
-def _counting_layers(program: CompiledModel) -> Iterator[int]:
-    """Yield the layers that count their salient rows."""
-    graph = program.graph()
-    for layer in range(program.spec.layers):
-        if salience.finder(graph, layer) is not None:
-            yield layer

@@ -131,3 +131,17 @@ class Salience:
             "by_layer": self.by_layer,
             "by_step": self.by_step,
         }
+
+
+def rows_run(batches: Sequence[tuple[Counted, int]], decoded: int) -> dict[int, float]:
+    """Rows that each counting layer ran on per decoded token, full steps included, by layer; empty without batches.
+
+    Args:
+        batches: as `Salience.of` takes them. A batch counts by the share of its prompts.
+        decoded: tokens that these prompts decoded.
+    """
+    found: dict[int, float] = {}
+    for counted, prompts in batches:
+        for layer, rows in zip(counted.layers, map(sum, zip(*counted.salient, strict=True)), strict=True):
+            found[layer] = found.get(layer, 0.0) + rows * prompts / len(counted.keys) / decoded
+    return found

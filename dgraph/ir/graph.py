@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError, PassError, VerifyError
-from dgraph.ir import some_rows
+from dgraph.ir import row_counts, some_rows
 from dgraph.ir.layers import FeedForward
 from dgraph.ir.listed import Listed as Listed
 from dgraph.ir.matching import Matches, matches_of
@@ -260,16 +260,16 @@ class Graph(NodeList):
         """Run a layer, or its feed-forward network alone, on flagged rows; the others reuse what they have.
 
         The rows are listed on the device and move to the front of a buffer for all rows. Linear layers stop after them.
-        What a network adds to the residual stream is kept by position, in the cache `f_cache_l` of layer l, and added
-        for all rows to the current stream. A whole layer also keeps the addend of its attention, in `a_cache_l`. Keys
-        and values of the other rows stay in the cache as they are. The pass names these inputs in its `signature`.
+        The network's addend to the residual stream is kept by position, in the cache `f_cache_l` of layer l. It is
+        added for all rows to the current stream. A whole layer also keeps the addend of its attention, in `a_cache_l`.
+        Keys and values of the other rows stay in the cache as they are. The pass names these inputs in its `signature`.
 
             layer = graph.row_layer(attention)
             if isinstance(layer, str):
                 report.skip(layer, attention)
             else:
                 graph.run_rows(layer, flags, by=report.name)
-                report.counts(flags)
+                graph.count_rows([flags], by=report.name)
 
         In the first step of a response all rows must run: include the input `full` bool[N] in the flags.
 
@@ -297,6 +297,22 @@ class Graph(NodeList):
             return some_rows.run_layer(self, part, flags, given, by)
         place = self.place_of(part.result, self.add_input(some_rows.own_table(self)), by)
         return some_rows.run_network(self, part, flags, place, by)
+
+    def count_rows(self, flags: Iterable[Node], *, by: str) -> None:
+        """Count, in every step, the rows on which layers run.
+
+        The output `salient` i32[L] has a number for each layer that counts, in order of layers. Statistics and `dgraph
+        eval` show them. The pass names the output in its `signature`.
+
+        Args:
+            flags: bool over rows, in a call of the layer, one for each layer. They take the place of those that the
+                layer counted before.
+            by: the pass.
+
+        Raises:
+            VerifyError: something else than such flags, or an output `salient` that was not made here.
+        """
+        row_counts.count_rows(self, flags, by)
 
     def cache_of(self, name: str, value: Node) -> tuple[Node, Node]:
         """The input `<name>_cache_<layer>` that keeps a value of each row, and the page table by which it is read.

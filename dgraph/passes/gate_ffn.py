@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
+from dgraph.ir.row_counts import SALIENT
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.papers import DYLLM, Paper
@@ -62,7 +63,7 @@ class GateFFN(Pass):
     papers: ClassVar[tuple[Paper, ...]] = (DYLLM.at("section 4; algorithm 3, lines 11 to 14"),)
     reuses: ClassVar[str] = "outputs of rows whose attention context has not changed"
     summary: ClassVar[str] = "feed-forward networks run on rows whose attention context has changed (DyLLM)"
-    signature: ClassVar[frozenset[str]] = salience.INPUTS | {"f_cache_*"}
+    signature: ClassVar[frozenset[str]] = salience.INPUTS | {SALIENT, "f_cache_*"}
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tau", salience.checked(self.tau))
@@ -84,6 +85,7 @@ class GateFFN(Pass):
     def run(self, graph: Graph, report: Report) -> None:
         for node in graph.find("attention") + graph.find("packed_attention"):
             report.skip("this attention reads no cache, so features have no place to be kept; run CacheKV first", node)
+        counted = []
         for attention in [n for op in ("paged_attention", *salience.UPDATED) for n in graph.find(op)]:
             found = graph.row_network(attention)
             if salience.of_masked(graph, attention):
@@ -93,9 +95,10 @@ class GateFFN(Pass):
                 continue
             flags = self._flags(graph, attention, report.name)
             graph.run_rows(found, flags, by=report.name)
+            counted.append(flags)
             report.did(f"{len(found.nodes)} calls of the feed-forward network on salient rows", attention.meta["layer"])
         if report.applied:
-            salience.count_salient(graph, report.name)
+            graph.count_rows(counted, by=report.name)
             graph.sweep()
 
     def _flags(self, graph: Graph, attention: Node, by: str) -> Node:

@@ -11,6 +11,7 @@ from torch.fx import Node
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph, Listed
 from dgraph.ir.layers import Layer, in_ranges, without
+from dgraph.ir.row_counts import SALIENT
 from dgraph.ir.some_rows import SomeRows, cannot_run, listed
 from dgraph.ops import OPS
 from dgraph.passes import salience
@@ -69,7 +70,7 @@ class PartialAttention(Pass):
     papers: ClassVar[tuple[Paper, ...]] = (DYLLM.at("section 4; algorithms 3 and 4"),)
     reuses: ClassVar[str] = "keys and values of rows whose attention context has not changed"
     summary: ClassVar[str] = "keys and values of salient rows only, attention updated by what they changed (DyLLM)"
-    signature: ClassVar[frozenset[str]] = salience.INPUTS | {salience.CHANGED.name}
+    signature: ClassVar[frozenset[str]] = salience.INPUTS | {SALIENT, salience.CHANGED.name}
     changes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -105,7 +106,8 @@ class PartialAttention(Pass):
                 continue
             self._update(graph, attention, report)
         if report.applied:
-            salience.count_salient(graph, report.name)
+            found = (salience.finder(graph, layer) for layer in range(graph.spec.layers))
+            graph.count_rows((salience.flags_of(call) for call in found if call is not None), by=report.name)
             graph.sweep()
 
     def _update(self, graph: Graph, attention: Node, report: Report) -> None:

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch.fx import Node
 
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
 from dgraph.ir.layers import Layer
+from dgraph.ir.row_counts import SALIENT
 from dgraph.ir.some_rows import RowLayer
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
@@ -72,9 +74,7 @@ class ReuseRows(Pass):
     )
     reuses: ClassVar[str] = "outputs of rows whose values have changed least"
     summary: ClassVar[str] = "layers run on the rows whose values have changed most (dLLM-Cache)"
-    signature: ClassVar[frozenset[str]] = frozenset(
-        {salience.FULL.name, ADAPT.name, salience.SALIENT, "a_cache_*", "f_cache_*"}
-    )
+    signature: ClassVar[frozenset[str]] = frozenset({salience.FULL.name, ADAPT.name, SALIENT, "a_cache_*", "f_cache_*"})
     changes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -104,6 +104,7 @@ class ReuseRows(Pass):
             report.skip("this attention reads no cache, so there is nothing to compare values with; run CacheKV", node)
         for node in [n for op in salience.UPDATED for n in graph.find(op)]:
             report.skip("this attention is updated by salient rows already", node)
+        counted = []
         for attention in graph.find("paged_attention"):
             if attention.meta["layer"] == 0:
                 continue
@@ -118,13 +119,14 @@ class ReuseRows(Pass):
                 continue
             found = graph.row_layer(attention)  # anew: it reads the split projections
             assert not isinstance(found, str), found
-            self._reuse(graph, found, report.name)
+            counted.append(self._reuse(graph, found, report.name))
             report.did("the layer on the rows whose values changed, sums of what is kept", attention.meta["layer"])
         if report.applied:
-            salience.count_salient(graph, report.name)
+            graph.count_rows(counted, by=report.name)
             graph.sweep()
 
-    def _reuse(self, graph: Graph, found: RowLayer, by: str) -> None:
+    def _reuse(self, graph: Graph, found: RowLayer, by: str) -> Node:
+        """The flags of the rows that the layer runs on now."""
         attention, v, scales = found.attention, args_of(found.write)[1], args_of(found.write)[7:]
         graph.add_input(salience.FULL)
         full, adapt = graph.on_rows_of("full", attention, by), None
@@ -135,3 +137,4 @@ class ReuseRows(Pass):
         place, share = found.place.nodes, float(self.share)
         flags = salience.least_similar(graph, values, full, place, share, adapt, found.write, by)
         graph.run_rows(found, flags, by=by, given=[v])
+        return flags

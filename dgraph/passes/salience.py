@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -20,9 +19,7 @@ aten = torch.ops.aten
 
 FULL = InputSpec("full", torch.bool, ("N",))
 CHANGED = InputSpec("changed", torch.bool, ("N",))
-SALIENT = "salient"
-"""The output that counts the salient rows of each layer."""
-INPUTS = frozenset({FULL.name, SALIENT, "c_cache_*", page_table(OWN).name})
+INPUTS = frozenset({FULL.name, "c_cache_*", page_table(OWN).name})
 """Names that either pass may add."""
 
 
@@ -143,21 +140,6 @@ def least_similar(
     sums = graph.call(OPS["compare_rows"], (new, cache, *place, *optional(*changes)), before=before, by=by)
     total = graph.over_ranks(sums, by)
     return graph.call(OPS["least_drifted"], (total, full, place[2], share, *more), before=before, by=by)
-
-
-def count_salient(graph: Graph, by: str) -> None:
-    """Let the output `salient` i32[L] say how many rows are salient in each layer that finds them, in order."""
-
-    def add(target: Any, *args: Any, **kwargs: Any) -> Node:
-        return graph.call(target, args, kwargs, before=graph.output, by=by, like=graph.output)
-
-    found = [flags_of(f) for layer in range(graph.spec.layers) if (f := finder(graph, layer)) is not None]
-    sums = []
-    for _, flags in itertools.groupby(found, graph.row_set):  # an eviction leaves later layers fewer rows
-        stacked = add(aten.stack.default, list(flags))
-        sums.append(add(aten.sum.dim_IntList, stacked, [1], dtype=torch.int32))
-    counts = sums[0] if len(sums) == 1 else add(aten.cat.default, sums)
-    graph.set_outputs({**graph.results(), SALIENT: counts})
 
 
 def of_masked(graph: Graph, node: Node) -> bool:
