@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError, PassError, VerifyError
-from dgraph.ir import row_counts, some_rows
+from dgraph.ir import row_counts, row_flags, some_rows
 from dgraph.ir.layers import FeedForward
 from dgraph.ir.listed import Listed as Listed
 from dgraph.ir.matching import Matches, matches_of
@@ -281,8 +281,8 @@ class Graph(NodeList):
                 on them.
 
         Returns:
-            The rows; `new` has each value on these rows by the node that it had for all rows. Of a layer, that is its
-            attention, too.
+            The rows; `new` has each value on these rows by the node that it had for all rows, the attention of a layer
+            among them.
 
         Raises:
             VerifyError: `flags` is not one flag for each row of the part.
@@ -313,6 +313,75 @@ class Graph(NodeList):
             VerifyError: something else than such flags, or an output `salient` that was not made here.
         """
         row_counts.count_rows(self, flags, by)
+
+    def drift(self, value: Node, tau: float, *, by: str, name: str = "c") -> Node:
+        """Flags of the rows whose value differs from that of the step before, by cosine; of all rows in a full step.
+
+        The value is kept in the cache `<name>_cache_<layer>` (see `cache_of`). Sums are added over ranks.
+
+        Args:
+            value: over rows, in a layer; a rank may have a share of its heads.
+            tau: the cosine below which a row differs; above 1 every row does.
+            by: the pass.
+            name: of the cache.
+
+        Returns:
+            bool over the rows of the value, right after it.
+        """
+        return row_flags.drift(self, value, tau, name, by)
+
+    def least_similar(
+        self, values: tuple[Node, ...], place: Place, share: float, *, before: Node, by: str, adapt: Node | None = None
+    ) -> Node:
+        """Flags of the share of each sequence's rows that are least similar to what a cache has of them.
+
+        The cache takes the new values. All rows of a full step are flagged. Sums are added over ranks.
+
+        Args:
+            values: the new values, their cache, and the scales of a cache in float8.
+            place: of the rows, in that cache.
+            share: in [0, 1], of the rows that adapt; rounded down to whole rows.
+            before: the node before which the flags are computed.
+            by: the pass.
+            adapt: bool over rows, those that take part; all of them if None.
+
+        Returns:
+            bool over the rows of the values.
+        """
+        return row_flags.least_similar(self, values, place, share, adapt, before, by)
+
+    def key_mass(self, attention: Node, rows: Node, *, by: str, heads: bool = False, cached: bool = False) -> Node:
+        """Attention that flagged rows of each sequence pay to each of its keys, summed over these rows.
+
+        Right after the attention the keys are read from its cache, and their softmax is computed anew for these rows.
+        The sum over the keys of a sequence is the number of its flagged rows.
+
+        Args:
+            attention: a `paged_attention`, as it stands in the graph or in `SomeRows.new`.
+            rows: bool over the rows of its queries. After `run_rows` that is a value of `SomeRows.new`.
+            by: the pass.
+            heads: True for the mean over the query heads of each KV head apart.
+            cached: True if a step forwards some rows alone (block-causal models): keys are those of `key_positions`
+                i64[M]. False: they are those of the rows of the step, which must all be there.
+
+        Returns:
+            f32[N] (f32[M] if cached), the mean over all heads of all ranks; or [N, KV heads], of this rank's heads.
+
+        Raises:
+            VerifyError: an attention over no cache; or `heads` where several ranks have one KV head.
+        """
+        return row_flags.key_mass(self, attention, rows, heads, cached, by)
+
+    def most_attended(self, mass: Node, among: Node, *, by: str) -> Node:
+        """Flag the row of each sequence whose key gets the most attention, right after the mass; ties: the first.
+
+        Args:
+            mass: f32[N], as `key_mass` gives it for the rows of the step.
+            among: bool[N], the rows to choose from.
+            by: the pass.
+        """
+        args = (mass, among, self.input("cu_rows"))
+        return self.call(OPS["top_row"], args, before=mass.next, by=by, like=mass)
 
     def cache_of(self, name: str, value: Node) -> tuple[Node, Node]:
         """The input `<name>_cache_<layer>` that keeps a value of each row, and the page table by which it is read.

@@ -1,7 +1,7 @@
 """Calls that run on some rows of a row set, and their results kept for the other rows.
 
-`Graph.run_rows` runs a layer, or its feed-forward network, on flagged rows. It is made of the parts that are here: a
-list of the rows, the values that calls read gathered by it, the calls again on these, and a paged cache per result.
+`Graph.run_rows` runs a layer, or its feed-forward network, on flagged rows. `SomeRows` has its parts: a list of the
+rows, gathered values, the calls again on these, and a paged cache for each result.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.families.quantised import QuantisedRows
+from dgraph.ops.draws import pad_rows
 from dgraph.plugins import load_ops
 from dgraph.private.torch import OpPacket, let_written_be_left_out
 
@@ -76,6 +77,8 @@ class Op:
         gathers: True if its results are over another row set than its arguments, or its arguments over several.
         padding: value that the padding rows of each result hold; None for anything. Results beyond the last entry have
             no padding rows.
+        elementwise: True if each element of its results is computed from that element of its tensors alone, and from
+            numbers. `define` derives what follows from it.
         inline: replaced at lowering by a call of its reference, so that the compiler can fuse it.
         ahead: for an inline op: computed in the first region that has its arguments, not in that of its first reader.
             Every layer reads it. If the first layer computed it, the later layers would need a region of their own.
@@ -114,6 +117,7 @@ class Op:
     copies: tuple[str, ...] = ()
     gathers: bool = False
     padding: tuple[float | None, ...] = ()
+    elementwise: bool = False
     inline: bool = False
     ahead: bool = False
     in_bounds: bool = False
@@ -227,28 +231,39 @@ def define(
     reference: Callable[..., Any],
     *,
     samples: Callable[[torch.Generator], Iterable[Sample]],
-    contract: str,
+    contract: str = "",
     fake: Callable[..., Any] | None = None,
     mutates: tuple[str, ...] = (),
+    elementwise: bool = False,
     **facts: Any,
 ) -> Op:
     """Declare an op. `reference` runs on every device, but not on a GPU if the op has a kernel.
+
+    An elementwise op needs its reference and samples alone. `define` derives its contract, its rows (`Op.by_row`) and
+    the padding of samples and results. Unless it has a kernel, the compiler may fuse it (`Op.inline`).
+
+        def gate(x: Tensor, y: Tensor, slope: float) -> Tensor:
+            return x * torch.sigmoid(slope * y)
+
+        OP = define("mine::gate", gate, samples=samples, elementwise=True)
 
     Args:
         name: "package::op", an op of `torch.ops.package`; without "::" one of this package's own.
         reference: its annotated signature is the schema of the op; `torch.library.infer_schema` lists the types that
             may stand there.
-        samples, contract: see `Op`.
+        samples, contract: see `Op`. A contract of an elementwise op is what is to be said besides the derived one.
         fake: takes the same arguments, and returns empty tensors of the sizes and dtypes of the results. None: the
             reference itself is traced, or there are no results.
         mutates: the arguments that it writes.
+        elementwise: see `Op`. Its tensors have the rows of the step, and all the same sizes.
         facts: the other fields of `Op`.
 
     Returns:
         The op, which is in the table now.
 
     Raises:
-        InputError: `facts` name an argument that the op does not have.
+        InputError: `facts` name an argument that the op does not have; an elementwise op writes an argument, or takes
+            no tensor.
         ValueError: the name is taken, or an op cannot have the signature.
     """
     namespace, _, short = name.rpartition("::")
@@ -261,7 +276,41 @@ def define(
     overload = getattr(getattr(torch.ops, namespace or NAMESPACE), short).default
     if any(argument.name in mutates and argument.has_default_value() for argument in overload._schema.arguments):
         let_written_be_left_out(custom)
-    return register(Op(name, overload, reference, samples, contract, mutates=mutates, **facts))
+    op = Op(name, overload, reference, samples, contract, mutates=mutates, elementwise=elementwise, **facts)
+    return register(_derived(op, facts) if elementwise else op)
+
+
+def _derived(op: Op, facts: Mapping[str, Any]) -> Op:
+    """An elementwise op with what follows from that, where the declaration says nothing else."""
+    schema = op.overload._schema
+    tensors = tuple(a.name for a in schema.arguments if isinstance(a.type, torch.TensorType))
+    if op.mutates or not tensors:
+        raise InputError(
+            f"op {op.name}: an elementwise op reads tensors and writes none of them; it takes the tensors "
+            f"{', '.join(tensors) or '(none)'}, and writes {', '.join(op.mutates) or 'none'}. Leave elementwise out."
+        )
+    numbers = [name for name in op.arguments if name not in tensors]
+    alike = f"{', '.join(tensors)} [N, ...], all of the same sizes -> {len(schema.returns)} of these sizes"
+    given = f"that element of {', '.join(tensors)}" + (f", and from {', '.join(numbers)}" if numbers else "")
+    lines = (op.contract, alike, f"Elementwise: each element is computed from {given}.", _ELEMENTWISE)
+    derived: dict[str, Any] = {
+        "by_row": tensors,
+        "padding": (None,) * len(schema.returns),
+        "inline": op.kernel is None,
+        "contract": "\n".join(filter(None, lines)),
+        "samples": partial(_padded, op.samples),
+    }
+    return replace(op, **{fact: value for fact, value in derived.items() if fact not in facts})
+
+
+_ELEMENTWISE = "Row by row. Padding rows may hold anything, and so do theirs of the result. Deterministic."
+
+
+def _padded(samples: Callable[[torch.Generator], Iterable[Sample]], generator: torch.Generator) -> Iterable[Sample]:
+    """Samples of an elementwise op, with three rows of padding where none are given."""
+    for sample in samples(generator):
+        padded = tuple(pad_rows(arg, 3) if isinstance(arg, Tensor) else arg for arg in sample.args)
+        yield sample if sample.padded is not None else replace(sample, padded=padded)
 
 
 def register(op: Op) -> Op:

@@ -112,7 +112,4 @@ class GateFFN(Pass):
                     f"{other:g}; give both passes the same tau."
                 )
             return salience.flags_of(there)
-        graph.add_input(salience.FULL)
-        full = graph.on_rows_of("full", attention, by)
-        cache, page_table = graph.cache_of("c", attention)
-        return salience.drift(graph, attention, cache, full, graph.place_of(attention, page_table, by).nodes, tau, by)
+        return graph.drift(attention, tau, by=by)

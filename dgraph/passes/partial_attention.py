@@ -12,6 +12,7 @@ from dgraph.errors import InputError
 from dgraph.ir.graph import Graph, Listed
 from dgraph.ir.layers import Layer, in_ranges, without
 from dgraph.ir.row_counts import SALIENT
+from dgraph.ir.row_flags import FULL, drifted
 from dgraph.ir.some_rows import SomeRows, cannot_run, listed
 from dgraph.ops import OPS
 from dgraph.passes import salience
@@ -132,9 +133,9 @@ class PartialAttention(Pass):
             graph.fx.erase_node(write)
             report.did(f"{len(nodes)} calls for keys and values on salient rows, attention on masked rows", layer)
             return
-        graph.add_input(salience.FULL)
-        full, (cache, table) = graph.on_rows_of("full", attention, by), graph.cache_of("c", attention)
         if self.update:
+            graph.add_input(FULL)
+            full, (cache, table) = graph.on_rows_of(FULL.name, attention, by), graph.cache_of("c", attention)
             dv = graph.call(OPS["kv_update"], update, before=write, by=by)
             q, _, _, _, _, limit, scale = args_of(attention)[:7]
             args = (q, k_cache, v_cache, dv, changed.index, changed.cu_rows, cache, full, positions, page_table)
@@ -143,7 +144,7 @@ class PartialAttention(Pass):
             partial = graph.call(op, (*args, cu_rows, limit, scale, tau, *scales, *own), before=attention, by=by)
             context, salient = graph.parts(partial, 2, by)
             if graph.sharding is not None:  # sums of this rank's share
-                salient = salience.drifted(graph, salient, full, cu_rows, tau, by)
+                salient = drifted(graph, salient, full, cu_rows, tau, by)
             for drift in salience.drifts(graph, layer):
                 if drift is not salient:
                     salience.no_longer(graph, drift, salient)
@@ -151,7 +152,7 @@ class PartialAttention(Pass):
         else:
             graph.call(OPS["kv_write"], update, before=write, by=by)
             if not salience.drifts(graph, layer):
-                salience.drift(graph, attention, cache, full, (positions, table, cu_rows), tau, by)
+                graph.drift(attention, tau, by=by)
         graph.fx.erase_node(write)
         report.did(
             f"{len(nodes)} calls for keys and values on salient rows, attention "

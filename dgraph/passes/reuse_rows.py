@@ -12,6 +12,7 @@ from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
 from dgraph.ir.layers import Layer
 from dgraph.ir.row_counts import SALIENT
+from dgraph.ir.row_flags import FULL
 from dgraph.ir.some_rows import RowLayer
 from dgraph.passes import salience
 from dgraph.passes.apart import take_apart
@@ -74,7 +75,7 @@ class ReuseRows(Pass):
     )
     reuses: ClassVar[str] = "outputs of rows whose values have changed least"
     summary: ClassVar[str] = "layers run on the rows whose values have changed most (dLLM-Cache)"
-    signature: ClassVar[frozenset[str]] = frozenset({salience.FULL.name, ADAPT.name, SALIENT, "a_cache_*", "f_cache_*"})
+    signature: ClassVar[frozenset[str]] = frozenset({FULL.name, ADAPT.name, SALIENT, "a_cache_*", "f_cache_*"})
     changes_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -128,13 +129,12 @@ class ReuseRows(Pass):
     def _reuse(self, graph: Graph, found: RowLayer, by: str) -> Node:
         """The flags of the rows that the layer runs on now."""
         attention, v, scales = found.attention, args_of(found.write)[1], args_of(found.write)[7:]
-        graph.add_input(salience.FULL)
-        full, adapt = graph.on_rows_of("full", attention, by), None
+        graph.add_input(FULL)
+        adapt = None
         if self.idle:
             graph.add_input(ADAPT)
             adapt = graph.on_rows_of("adapt", attention, by)
         values = (v, args_of(found.write)[3], *scales[1:])
-        place, share = found.place.nodes, float(self.share)
-        flags = salience.least_similar(graph, values, full, place, share, adapt, found.write, by)
+        flags = graph.least_similar(values, found.place, float(self.share), before=found.write, by=by, adapt=adapt)
         graph.run_rows(found, flags, by=by, given=[v])
         return flags

@@ -11,13 +11,13 @@ from torch.fx import Node
 from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
 from dgraph.ir.linears import head_of
-from dgraph.ops import OPS, op_of
+from dgraph.ir.row_flags import FULL
+from dgraph.ops import op_of
 from dgraph.types.nodes import args_of
 from dgraph.types.shapes import OWN, InputSpec, page_table
 
 aten = torch.ops.aten
 
-FULL = InputSpec("full", torch.bool, ("N",))
 CHANGED = InputSpec("changed", torch.bool, ("N",))
 INPUTS = frozenset({FULL.name, "c_cache_*", page_table(OWN).name})
 """Names that either pass may add."""
@@ -79,27 +79,6 @@ def drifts(graph: Graph, layer: int) -> list[Node]:
     return graph.find("drift", layer) + graph.find("drifted", layer)
 
 
-def drift(
-    graph: Graph, context: Node, cache: Node, full: Node, place: tuple[Node, Node, Node], tau: float, by: str
-) -> Node:
-    """Flags of the rows whose context differs from the cached one, computed right after the context.
-
-    The place of the rows is positions, page table and offsets. If ranks have some heads each, the sums of the cosine
-    are added over ranks.
-    """
-    at, like = context.next, context
-    if graph.sharding is None:
-        return graph.call(OPS["drift"], (context, cache, full, *place, tau), before=at, by=by, like=like)
-    sums = graph.call(OPS["compare_rows"], (context, cache, *place), before=at, by=by, like=like)
-    return drifted(graph, sums, full, place[2], tau, by)
-
-
-def drifted(graph: Graph, sums: Node, full: Node, cu_rows: Node, tau: float, by: str) -> Node:
-    """Flags of the rows that have changed, by a cosine of whose sums each rank has a share."""
-    total = graph.over_ranks(sums, by)
-    return graph.call(OPS["drifted"], (total, full, cu_rows, tau), before=total.next, by=by, like=sums)
-
-
 def no_longer(graph: Graph, drift: Node, flags: Node) -> None:
     """Let readers of the result of `drift` read `flags`, and remove the calls that compare rows for it."""
     op = op_of(drift.target)
@@ -110,36 +89,6 @@ def no_longer(graph: Graph, drift: Node, flags: Node) -> None:
     graph.replace(drift, flags)
     for node in made:
         graph.fx.erase_node(node)
-
-
-def least_similar(
-    graph: Graph,
-    values: tuple[Node, ...],
-    full: Node,
-    place: tuple[Node, Node, Node],
-    share: float,
-    adapt: Node | None,
-    before: Node,
-    by: str,
-) -> Node:
-    """Flags of the share of rows whose values are least similar to the cached ones, computed before a node.
-
-    `values` are the new values, their cache, and the scales of a cache in float8. Sums are added over ranks as in
-    `drift`.
-    """
-    (new, cache), scale = values[:2], values[2:]
-
-    def optional(*given: Node) -> tuple[Node | None, ...]:
-        return (*(given or (None,) if scale else given), *scale)
-
-    more = () if adapt is None else (adapt,)
-    if graph.sharding is None:
-        args = (new, cache, full, *place, share, *optional(*more))
-        return graph.call(OPS["least_similar"], args, before=before, by=by)
-    changes = [graph.call(aten.logical_or.default, (full, node), before=before, by=by) for node in more]
-    sums = graph.call(OPS["compare_rows"], (new, cache, *place, *optional(*changes)), before=before, by=by)
-    total = graph.over_ranks(sums, by)
-    return graph.call(OPS["least_drifted"], (total, full, place[2], share, *more), before=before, by=by)
 
 
 def of_masked(graph: Graph, node: Node) -> bool:

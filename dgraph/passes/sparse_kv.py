@@ -13,6 +13,7 @@ from dgraph.errors import InputError
 from dgraph.errors.former import tell_former
 from dgraph.ir.graph import Graph
 from dgraph.ir.layers import in_ranges
+from dgraph.ir.row_flags import CU_KEYS, KEY_POSITIONS
 from dgraph.ops import OPS
 from dgraph.passes import salience
 from dgraph.passes.base import Effect, Pass, Report
@@ -27,9 +28,6 @@ aten = torch.ops.aten
 
 WINDOW = InputSpec("window", torch.int32, ("b", 2))
 ACTION = InputSpec("action", torch.int32, ("b",))
-
-KEY_POSITIONS = InputSpec("key_positions", torch.int64, ("M",))
-CU_KEYS = InputSpec("cu_keys", torch.int32, ("b+1",))
 
 EVERYTHING = 1 << 31
 """More positions than any sequence has."""

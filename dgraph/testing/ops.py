@@ -37,6 +37,8 @@ def samples_of(op: Op) -> list[Sample]:
 def check_op(op: Op, dtypes: Sequence[torch.dtype] = tuple(TOLERANCE)) -> None:
     """Run every check on every sample.
 
+    The facts that `define` derives (elementwise=True) pass them without a word from the op.
+
     Args:
         op: the op.
         dtypes: dtypes of floating arguments, in which the reference must be close to float64. An op that takes the
@@ -147,6 +149,18 @@ def check_padding(op: Op, sample: Sample) -> None:
             assert (rest == filler).all(), f"{_where(op, sample)}: padding rows of result {i} are not {filler}"
 
 
+def check_elementwise(op: Op, sample: Sample) -> None:
+    """Check that an op that says so computes each element from that element alone: in any order of them, as one row."""
+    if not op.elementwise:
+        return
+    sizes = {t.shape for t in tensors(sample.args)}
+    assert len(sizes) == 1, f"{_where(op, sample)}: its tensors have the sizes {sorted(map(list, sizes))}, not the same"
+    order = torch.randperm(next(iter(sizes)).numel(), generator=torch.Generator().manual_seed(7))
+    shuffled = tuple(a.flatten()[order] if isinstance(a, Tensor) else a for a in sample.args)
+    for got, want in zip(tensors(op.reference(*shuffled)), tensors(op.reference(*sample.args)), strict=True):
+        assert_close(got, want.flatten()[order], equal_nan=True, msg=_of(op, sample))
+
+
 def check_fake(op: Op, sample: Sample) -> None:
     """Check that a traced result has the shape, dtype and strides of the computed one.
 
@@ -170,7 +184,13 @@ OP_CHECKS: tuple[Callable[[Op], None], ...] = (
     check_tracing,
 )
 """Checks of an op as a whole."""
-CALL_CHECKS: tuple[Callable[[Op, Sample], None], ...] = (check_schema, check_reference, check_padding, check_fake)
+CALL_CHECKS: tuple[Callable[[Op, Sample], None], ...] = (
+    check_schema,
+    check_reference,
+    check_padding,
+    check_elementwise,
+    check_fake,
+)
 """Checks of a call on one sample; `check_precision` takes a dtype as well."""
 
 

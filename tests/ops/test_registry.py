@@ -206,3 +206,42 @@ def test_a_kernel_that_does_not_exist() -> None:
         op = Op("test", rope.overload, rope.reference, rope.samples, "", kernel=place)
         with pytest.raises(InputError, match=f"op test: '{place}' does not exist .*Give \"module:name\""):
             _ = op.on_gpu
+
+
+def gated(x: Tensor, y: Tensor, slope: float) -> Tensor:
+    return x * torch.sigmoid(slope * y)
+
+
+def gated_samples(generator: torch.Generator) -> Iterator[Sample]:
+    for name, shape in (("rows", (5, 8)), ("heads", (3, 2, 4)), ("no rows", (0, 8))):
+        yield Sample(name, (*torch.randn(2, *shape, generator=generator), 0.5))
+
+
+def test_an_elementwise_op_owes_its_reference_and_samples_alone(table: dict[str, Op]) -> None:
+    op = define("dgraph_tests::gated", gated, samples=gated_samples, elementwise=True)
+    check_op(op)
+    assert (op.by_row, op.padding, op.inline) == (("x", "y"), (None,), True)
+    assert op.contract.splitlines()[:2] == [
+        "x, y [N, ...], all of the same sizes -> 1 of these sizes",
+        "Elementwise: each element is computed from that element of x, y, and from slope.",
+    ]
+    assert [len(sample.padded[0]) - len(sample.args[0]) for sample in samples_of(op) if sample.padded] == [3, 3, 3]
+
+
+def test_what_is_said_of_an_elementwise_op_is_held_to(table: dict[str, Op]) -> None:
+    def centred(x: Tensor) -> Tensor:
+        return x - x.mean(-1, keepdim=True)
+
+    def samples(generator: torch.Generator) -> Iterator[Sample]:
+        yield Sample("rows", (torch.randn(5, 8, generator=generator),))
+
+    op = define("dgraph_tests::centred", centred, samples=samples, contract="Less its mean.", elementwise=True)
+    assert op.contract.startswith("Less its mean.\nx [N, ...]")
+    with pytest.raises(AssertionError, match="op dgraph_tests::centred, sample 'rows'"):
+        check_op(op)
+
+    def doubled(x: Tensor) -> None:
+        x.mul_(2)
+
+    with pytest.raises(InputError, match=r"writes none of them; it takes the tensors x, and writes x\. Leave"):
+        define("dgraph_tests::doubled", doubled, samples=samples, mutates=("x",), elementwise=True)
