@@ -353,12 +353,12 @@ class Graph(NodeList):
     def key_mass(self, attention: Node, rows: Node, *, by: str, heads: bool = False, cached: bool = False) -> Node:
         """Attention that flagged rows of each sequence pay to each of its keys, summed over these rows.
 
-        Right after the attention the keys are read from its cache, and their softmax is computed anew for these rows.
+        After attention and flags the keys are read from the cache, and their softmax is computed anew for these rows.
         The sum over the keys of a sequence is the number of its flagged rows.
 
         Args:
             attention: a `paged_attention`, as it stands in the graph or in `SomeRows.new`.
-            rows: bool over the rows of its queries. After `run_rows` that is a value of `SomeRows.new`.
+            rows: bool over the rows of its queries. After `run_rows` that is what `SomeRows.on` gives.
             by: the pass.
             heads: True for the mean over the query heads of each KV head apart.
             cached: True if a step forwards some rows alone (block-causal models): keys are those of `key_positions`

@@ -12,7 +12,7 @@ Every node carries in `meta`:
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -212,6 +212,14 @@ class NodeList(Described):
             self.fx.erase_node(node)
             raise
         return node
+
+    def calling(self, by: str) -> Callable[..., Node]:
+        """A short form of `call` for a pass: `call(before, target, *args)` is a new call before a node."""
+
+        def made(before: Node, target: Any, *args: Any) -> Node:
+            return self.call(target, args, before=before, by=by)
+
+        return made
 
     def parts(self, node: Node, count: int, by: str) -> tuple[Node, ...]:
         """The first `count` results of a call with several results, as nodes right after it, in order."""

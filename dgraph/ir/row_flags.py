@@ -74,7 +74,7 @@ def key_mass(graph: Graph, attention: Node, rows: Node, heads: bool, cached: boo
     k_scale = [node for node in stored[:1] if node is not None]
     names = (graph.add_input(KEY_POSITIONS), graph.add_input(CU_KEYS)) if cached else None
     positions, cu_keys = names or (graph.input("positions"), graph.input("cu_rows"))
-    at = attention.next
+    at = max(attention, rows).next
     k, *scales = (_read(graph, cache, (positions, table, cu_keys), at, by) for cache in (k_cache, *k_scale))
     args = (q, k, rows, positions, cu_rows, cu_keys, limit, scale, *scales)
     mass = graph.call(OPS["key_mass"], args, before=at, by=by, like=attention)

@@ -100,6 +100,11 @@ class SomeRows:
             gathered = self.graph.call(OPS["compact"], (wanted, self.rows.index), before=before, by=self.by, like=like)
             self.new.update(zip(wanted, self.graph.parts(gathered, len(wanted), self.by), strict=True))
 
+    def on(self, value: Node) -> Node:
+        """A value over all rows on these rows alone, gathered as early as possible; padding rows hold anything."""
+        self.take([value], max(self.rows.cu_rows, value).next)
+        return self.new[value]
+
     def run(self, nodes: Sequence[Node], before: Node, also: Sequence[Node] = (), like: Node | None = None) -> None:
         """The calls `nodes` again, in order, on these rows, before a node; what they read is gathered.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch.fx import Node
 
 from dgraph import RECIPES, ModelSpec, Recipe
 from dgraph.errors import InputError
@@ -66,10 +65,8 @@ class DropSettled(Pass):
         place = tuple(graph.input(name) for name in ("positions", "page_table_1", "cu_rows"))
         first, results = next(node for node in graph.calls if node.meta["layer"] == self.after), graph.results()
 
-        def before(node: Node) -> Callable[..., Node]:
-            return lambda target, *args: graph.call(target, args, before=node, by=report.name)
-
-        decided, counted, call = graph.add_input(DECIDED), graph.add_input(COUNTS), before(first)
+        call = partial(graph.calling(report.name), first)
+        decided, counted = graph.add_input(DECIDED), graph.add_input(COUNTS)
         said, counts = (call(OPS["feature_read"], cache, *place) for cache in (decided, counted))
         token, calm, idle = (call(aten.select.int, *at) for at in ((said, 1, 0), (counts, 1, 0), (counts, 1, 1)))
         runs = call(aten.lt.Scalar, calm, self.steps or float("inf"))
@@ -78,7 +75,7 @@ class DropSettled(Pass):
         runs = call(aten.logical_or.default, runs, graph.input("encoded"))
         rows = graph.keep_rows(runs, before=first, by=report.name, but=(graph.output,))
 
-        call = before(graph.output)
+        call = partial(graph.calling(report.name), graph.output)
         new = call(aten.stack.default, [call(aten.to.dtype, graph.result(name), torch.float32) for name in SAID], 1)
         merged = call(OPS["feature_merge"], new, rows.index, decided, *place)
         results |= {name: call(aten.select.int, merged, 1, at) for at, name in enumerate(SAID)}
