@@ -261,7 +261,7 @@ class SparseKV(Pass):
         keys = (key_positions, cu_keys)
         index = entries("pack_index", torch.int32) if in_pages or not self.reuse else None
         if not self.reuse:
-            score = self._score(graph, attention, k, keys, (window, action), row_scales[:1], by)
+            score = self.score(graph, attention, k, keys, (window, action), row_scales[:1], by)
             budget = (float(self.ratio), pairs_of(self.pairs, layer))
             recent = self.recent + int(self.recent_share * budget[1])
             settings = (*budget, self.heads, float(self.floor), self.pool, self.pooling, recent)
@@ -280,7 +280,7 @@ class SparseKV(Pass):
         graph.replace(attention, graph.call(OPS["sparse_attention"], read, before=attention, by=by))
         report.did("paged_attention -> sparse_attention" if self.reuse else f"{self.selector}, kv_pack", layer)
 
-    def _score(
+    def score(
         self,
         graph: Graph,
         attention: Node,
@@ -290,6 +290,19 @@ class SparseKV(Pass):
         k_scale: Sequence[Node],
         by: str,
     ) -> Node:
+        """Scores f32[M, KV heads] by which a step that selects ranks the keys outside of the window.
+
+        A method from another package inherits this pass and implements it, by an op of its own.
+
+        Args:
+            graph: the graph; new calls come before the attention.
+            attention: the attention whose keys are ranked.
+            k: [M, KV heads, head_dim], the keys of the sequences.
+            keys: their positions i64[M], and their offsets i32[b+1].
+            where: the inputs `window` and `action`.
+            k_scale: the scales of keys in float8, or nothing.
+            by: the pass.
+        """
         q, _, _, _, cu_rows, limit, scale = args_of(attention)[:7]
         key_positions, cu_keys = keys
         # Rows of a query may be fewer than those of the keys: an eviction stands between the two, or they are cached.
