@@ -98,6 +98,7 @@ class Graph(NodeList):
         if rows is None or flag.meta["val"].dtype != torch.bool or flag.meta["val"].dim() != 1:
             raise VerifyError(f"{flag.name} is {self.type_text(flag)}; rows are kept by a flag for each, bool[{ALL}].")
         cu_rows, before = self.offsets_of(rows), self._parts_made(before)
+        layers = row_counts.taken_off(self)
         target, args = (OPS["list_kept"], ()) if counted else (OPS["keep_index"], (-1,))
         cut = self.call(target, (flag, cu_rows, *args), before=before, by=by, like=like, rows=self.new_row_set())
         kept = self.listed(cut, by)
@@ -111,6 +112,7 @@ class Graph(NodeList):
             numbers = self.numbers_of(decided[0] or ALL if decided else cut.meta["rows"], by)
             if numbers is not None:
                 self.set_outputs({**self.results(), "kept": numbers})
+        row_counts.count_rows(self, layers, by)
         return kept
 
     def _parts_made(self, before: Node) -> Node:
@@ -305,8 +307,8 @@ class Graph(NodeList):
         eval` show them. The pass names the output in its `signature`.
 
         Args:
-            flags: bool over rows, in a call of the layer, one for each layer. They take the place of those that the
-                layer counted before.
+            flags: bool over rows, in a call of the layer, one for each layer; false for padding rows. They take the
+                place of those that the layer counted before.
             by: the pass.
 
         Raises:

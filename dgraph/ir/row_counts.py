@@ -26,25 +26,18 @@ SALIENT = "salient"
 
 
 def count_rows(graph: Graph, flags: Iterable[Node], by: str) -> None:
-    """Let the output `salient` also say how many of these flags are set, for the layer of each.
-
-    A layer counts once: its flags take the place of those that it counted before.
-
-    Raises:
-        VerifyError: flags outside the layers, or no longer in the graph, or an output `salient` that `count_rows` did
-            not make.
-    """
-    new, calls = list(flags), set(graph.calls)
+    """See `Graph.count_rows`."""
+    new = list(flags)
     for flag in new:
-        if flag not in calls or flag.meta["layer"] is None or flag.meta["val"].dtype != torch.bool:
+        if flag.meta.get("layer") is None or flag.meta["val"].dtype != torch.bool or graph.row_set(flag) is None:
             raise VerifyError(
-                f"rows are counted by a flag for each in a call of a layer that is read, got {flag.name}."
+                f"{flag.name} is {graph.type_text(flag)} of layer {flag.meta.get('layer')}; expected flags of the rows "
+                f"on which a layer runs, bool[N], from a call in it."
             )
     by_layer = {**counted_rows(graph), **{flag.meta["layer"]: flag for flag in new}}
     if not by_layer:
         return
-    former = [node for totals in _made(graph) for node in totals]
-    total = graph.result(SALIENT) if SALIENT in graph.outputs else None
+    taken_off(graph)
 
     def add(target: Any, *args: Any, **kwargs: Any) -> Node:
         return graph.call(target, args, kwargs, before=graph.output, by=by, like=graph.output)
@@ -55,9 +48,6 @@ def count_rows(graph: Graph, flags: Iterable[Node], by: str) -> None:
         sums.append(add(aten.sum.dim_IntList, add(aten.stack.default, list(alike)), [1], dtype=torch.int32))
     counts = sums[0] if len(sums) == 1 else add(aten.cat.default, sums)
     graph.set_outputs({**graph.results(), SALIENT: counts})
-    for node in dict.fromkeys([total, *former]):
-        if node is not None:
-            graph.fx.erase_node(node)
 
 
 def counted_rows(graph: Graph) -> dict[int, Node]:
@@ -66,20 +56,38 @@ def counted_rows(graph: Graph) -> dict[int, Node]:
     Raises:
         VerifyError: `count_rows` did not make the output, so nothing says which layers it counts.
     """
-    return {flag.meta["layer"]: flag for _, stack in _made(graph) for flag in args_of(stack)[0]}
+    made = _made(graph)
+    if made is None:
+        raise VerifyError(
+            f"output {SALIENT} is made by {graph.result(SALIENT).name}, and nothing says which layers it counts. Make "
+            f"it by graph.count_rows(flags, by=report.name), from the flags of each layer that runs on some rows."
+        )
+    return {flag.meta["layer"]: flag for _, stack in made for flag in args_of(stack)[0]}
 
 
-def _made(graph: Graph) -> list[tuple[Node, Node]]:
-    """The calls that make the output, in order: each sum, with the stack of flags that it sums."""
+def taken_off(graph: Graph) -> list[Node]:
+    """Take the counts off the outputs, if `count_rows` made them; returns the flags, for `count_rows` to count anew.
+
+    Rows that are cut are so no loss to the counts: these are of all rows that a layer ran on.
+    """
+    made = _made(graph)
+    if not made:
+        return []
+    flags = [flag for _, stack in made for flag in args_of(stack)[0]]
+    total = graph.result(SALIENT)
+    graph.set_outputs({name: node for name, node in graph.results().items() if name != SALIENT})
+    for node in dict.fromkeys([total, *(node for pair in made for node in pair)]):
+        graph.fx.erase_node(node)
+    return flags
+
+
+def _made(graph: Graph) -> list[tuple[Node, Node]] | None:
+    """The calls that make the output, in order: each sum, with the stack of flags that it sums; None if others do."""
     if SALIENT not in graph.outputs:
         return []
     counts = graph.result(SALIENT)
     totals = args_of(counts)[0] if counts.target is aten.cat.default else [counts]
     stacks = [args_of(total)[0] if total.target is aten.sum.dim_IntList else total for total in totals]
-    for stack in stacks:
-        if not isinstance(stack, Node) or stack.target is not aten.stack.default:
-            raise VerifyError(
-                f"output {SALIENT} is made by {counts.name}, and nothing says which layers it counts. Make it by "
-                f"graph.count_rows(flags, by=report.name), from the flags of each layer that runs on some of its rows."
-            )
+    if any(not isinstance(stack, Node) or stack.target is not aten.stack.default for stack in stacks):
+        return None
     return list(zip(totals, stacks, strict=True))

@@ -5,25 +5,31 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from dgraph.errors import InputError
 from dgraph.evaluate import run as runs
 from dgraph.evaluate.arms import Choice, expand
 from dgraph.evaluate.questions import Question
-from dgraph.evaluate.report import plot_salience, salience_path, salience_table, tables
+from dgraph.evaluate.report import plot_salience, rows_table, salience_path, salience_table, tables
 from dgraph.evaluate.results import Keys, Result, Store
 from dgraph.evaluate.run import Evaluation
-from dgraph.evaluate.salience import Counted, Salience
+from dgraph.evaluate.salience import Counted, Salience, rows_run
 from dgraph.families import Model
+from dgraph.ir.graph import Graph
+from dgraph.passes import Effect, Pass, Report
+from dgraph.plans.papers import OURS, Paper
 from dgraph.runtime.stats import GenerationStats
+from dgraph.types.shapes import InputSpec
 from tests.evaluate.programs import load, optimize
 from tests.recipes.bidirectional import setup_of
 
+aten = torch.ops.aten
 ONE = Counted(("k1", "k2", "k3"), (0, 1), (20, 10, 20), ((20, 20), (5, 1), (2, 6)))
 """A full step, and two sparse ones: shares 0.5 and 0.1, then 0.1 and 0.3."""
 TWO = Counted(("k4",), (0, 1), (4, 4), ((4, 4), (1, 4)))
@@ -218,6 +224,78 @@ def test_table_by_hand(make: Make) -> None:
     titles, (row,) = salience_table(evaluation)
     assert titles[1:] == ("all", "layer 0", "layer 1", "layer 2", "step 0", "step 1", "step 2")
     assert row == (arm.label, "25", "30", "20", "n/a", "n/a", "30", "20")
+
+
+@dataclass(frozen=True)
+class EvenRows(Pass):
+    """A pass from outside: layer 1 runs on even rows; `counts` False makes the output `salient` by hand."""
+
+    counts: bool = True
+
+    effect: ClassVar[Effect] = Effect.APPROXIMATE
+    summary: ClassVar[str] = "layer 1 on even rows"
+    papers: ClassVar[tuple[Paper, ...]] = OURS
+    signature: ClassVar[frozenset[str]] = frozenset({"full", "salient", "a_cache_*", "f_cache_*"})
+
+    def run(self, graph: Graph, report: Report) -> None:
+        layer = graph.row_layer(graph.find("paged_attention", 1)[0])
+        assert not isinstance(layer, str), layer
+        call = graph.calling(report.name)
+        full = graph.add_input(InputSpec("full", torch.bool, ("N",)))
+        odd = call(
+            layer.write, aten.eq.Scalar, call(layer.write, aten.remainder.Scalar, graph.input("positions"), 2), 1
+        )
+        flags = call(layer.write, aten.logical_or.default, full, call(layer.write, aten.logical_not.default, odd))
+        graph.run_rows(layer, flags, by=report.name)
+        if self.counts:
+            graph.count_rows([flags], by=report.name)
+        else:
+            total = call(graph.output, aten.sum.dim_IntList, flags, [0], True)
+            graph.set_outputs({**graph.results(), "salient": total})
+        graph.sweep()
+        report.did("even rows", 1)
+
+
+def with_pass(evaluation: Evaluation, step: Pass) -> Evaluation:
+    (arm,) = evaluation.arms
+    evaluation.arms = [replace(arm, built=arm.built.inserting(step, after="CacheKV"))]
+    return evaluation
+
+
+def test_a_pass_from_outside_counts_the_rows_that_it_runs(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    evaluation = with_pass(make(path, (Choice("fast_dllm"),)), EvenRows())
+    evaluation.run()
+    (arm,) = evaluation.arms
+    found = evaluation.salience(arm)
+    assert found is not None
+    assert found.layers == (1,)
+    batches = evaluation.store.counted(evaluation.keys.of(arm, q.prompt) for q in QUESTIONS)
+    rows = sum(sum(counts) for counted, _ in batches for counts in counted.salient)
+    decoded = sum(result.decoded for _, result in evaluation.found(arm))
+    assert evaluation.rows_run(arm) == {1: pytest.approx(rows / decoded)}
+    titles, (row,) = rows_table(evaluation)
+    assert titles == ("rows that a layer ran on, per token", "mean", "layer 0", "layer 1", "layer 2")
+    assert row[1:] == (f"{rows / decoded:.1f}", "n/a", f"{rows / decoded:.1f}", "n/a")
+    again = with_pass(make(path, (Choice("fast_dllm"),)), EvenRows())
+    assert again.salience(arm) == found, "the file says which layer it was"
+
+
+def test_counts_of_an_unknown_make_are_refused_with_advice(make: Make) -> None:
+    evaluation = with_pass(make(recipes=(Choice("fast_dllm"),)), EvenRows(counts=False))
+    evaluation.run()
+    (said,) = evaluation.failed.values()
+    assert said.startswith(
+        "output salient is made by sum_dim_int_list, and nothing says which layers it counts. Make it"
+    )
+    assert evaluation.to_json()["arms"][0]["salience"] is None
+
+
+def test_rows_run_by_hand() -> None:
+    # Three prompts of ONE ran on 27 and 27 rows, and half of TWO's on (4 + 1) / 2 and (4 + 4) / 2.
+    two = replace(TWO, keys=("k4", "k5"))
+    assert rows_run([(ONE, 3), (two, 1)], 10) == {0: pytest.approx(2.95), 1: pytest.approx(3.1)}
+    assert rows_run([], 0) == {}
 
 
 def test_a_recipe_without_salience_has_no_table_and_no_plot(make: Make, tmp_path: Path) -> None:
