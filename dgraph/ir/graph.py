@@ -112,7 +112,8 @@ class Graph(NodeList):
             numbers = self.numbers_of(decided[0] or ALL if decided else cut.meta["rows"], by)
             if numbers is not None:
                 self.set_outputs({**self.results(), "kept": numbers})
-        row_counts.count_rows(self, layers, by)
+        if layers:
+            row_counts.count_rows(self, layers, by)
         return kept
 
     def _parts_made(self, before: Node) -> Node:
