@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch.fx import Node
 
 from dgraph.errors import InputError
@@ -21,8 +20,6 @@ from dgraph.passes.base import Effect, Pass, Report
 from dgraph.plans.papers import DYLLM, Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
-
-aten = torch.ops.aten
 
 CONTEXTS = "attention contexts, which it updates by what changes in all keys"
 

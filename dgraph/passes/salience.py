@@ -1,4 +1,4 @@
-"""Shared parts of passes over salient rows: thresholds, lists of such rows, and computations moved to them."""
+"""Shared parts of DyLLM's passes: thresholds, and the calls of a graph that find salient rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from dgraph.ir.row_flags import FULL
 from dgraph.ops import op_of
 from dgraph.types.nodes import args_of
 from dgraph.types.shapes import OWN, InputSpec, page_table
-
-aten = torch.ops.aten
 
 CHANGED = InputSpec("changed", torch.bool, ("N",))
 INPUTS = frozenset({FULL.name, "c_cache_*", page_table(OWN).name})
