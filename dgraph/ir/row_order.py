@@ -31,6 +31,7 @@ class Orders:
         of: order of each value over rows, by node: a row set, or one with the list by which its rows were taken.
         offsets: order of each value that holds offsets per sequence.
         numbers: for each list of row numbers, the order of the rows that they number.
+        lists: for each order but that of all rows, the call that lists its rows.
         broken: one message per call that reads values of several orders and may not.
     """
 
@@ -39,6 +40,7 @@ class Orders:
         self.of: dict[Node, str] = {}
         self.offsets: dict[Node, str] = {}
         self.numbers: dict[Node, str] = {}
+        self.lists: dict[str, Node] = {}
         self.broken: list[str] = []
         for node in graph.fx.nodes:
             if node.op == "placeholder":
@@ -56,6 +58,7 @@ class Orders:
             flags = args_of(node)[0]
             self._one(node, node.all_input_nodes)
             order = node.meta.get("rows") or f"{self.of.get(flags, ALL)} listed by {node.name}"
+            self.lists[order] = node
             for part in _parts(node):
                 if args_of(part)[1] == 1:
                     self.offsets[part] = order

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from dgraph.errors import InputError
 from dgraph.ir.graph import Graph
 from dgraph.numerics import State, first_parting, run, small_steps
-from dgraph.numerics.parting import aligned, difference
+from dgraph.numerics.parting import aligned, check_tolerance, difference, distance, in_one_dtype
 from dgraph.passes import CacheKV, EvictTokens, FuseProjections, PackRows
 from dgraph.passes.base import Pass
+from dgraph.testing import models
 from dgraph.types.nodes import op_name
 from tests.numerics.wrong import Scale, gate_of
 from tests.tiny import interpret, rewritten
@@ -80,6 +83,28 @@ def test_rows_that_are_left_out_are_not_compared(cached: Graph) -> None:
     assert found is None or (found.layer or 0) >= 1
 
 
+def test_rows_that_are_listed_within_their_row_set_have_numbers() -> None:
+    """A gate lists the rows that it runs: they move to the front, and padding follows."""
+    (llada,) = models(None, "llada")
+    graph = llada.optimized("dyllm").graph()
+    made, state = None, State()
+    for step in small_steps(graph.spec):
+        inputs = state.inputs(graph, step)
+        assert inputs is not None
+        made = run(graph, inputs, keep=True)
+        state.take(graph, {name: made.values[node] for name, node in graph.results().items()})
+    assert made is not None
+    listed = [node for node in graph.find("rows_linear") if graph.row_set(node) == "N"]
+    assert listed
+    for node in listed:
+        numbers, count = made.numbers(node), made.orders.of[node]
+        assert numbers is not None
+        live = numbers[numbers >= 0]
+        assert torch.equal(live, live.unique()), "ascending, each once"
+        assert "listed by" in count
+    assert made.numbers(graph.find("linear", 0)[0]) is None, "all rows in their order"
+
+
 def test_values_are_aligned_by_the_numbers_of_their_rows() -> None:
     a, b = torch.tensor([10.0, 20.0, 30.0]), torch.tensor([31.0, 11.0, 0.0])
     got = aligned(a, b, None, torch.tensor([2, 0, -1]))
@@ -99,6 +124,21 @@ def test_a_difference_says_how_far() -> None:
     gone = difference((a, torch.tensor([1.0, 2.0, -torch.inf, 4.0])), None)
     assert gone is not None
     assert gone.most == torch.inf
+
+
+def test_a_distance_has_a_share_and_a_cosine() -> None:
+    a = torch.tensor([3.0, 4.0])
+    found = distance((a, torch.tensor([4.0, 4.0])), 0.0)
+    assert (found.most, found.scale, found.share, found.parts) == (1.0, 4.0, 0.25, True)
+    assert found.cosine == pytest.approx(28 / (5 * 32**0.5))
+    assert distance((a, a), 0.0).cosine == 1.0
+    assert not distance((a, a + 0.01), None, {torch.bfloat16}).parts
+    assert distance((a * 1e-3, a * 2e-3), None, {torch.bfloat16}).parts
+    assert not distance((a * 1e-3, a * 2e-3), None, {torch.bfloat16}, least=1.0).parts
+    coarse = in_one_dtype((a, a.bfloat16()))
+    assert {value.dtype for value in coarse} == {torch.bfloat16}
+    with pytest.raises(InputError, match="tolerance must be a share"):
+        check_tolerance(-1.0)
 
 
 def test_the_steps_go_on_from_each_other(packed: Graph) -> None:
