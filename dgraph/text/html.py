@@ -1,4 +1,4 @@
-"""A dump or a diff as one self-contained page: collapsible layers, a colour per row set.
+"""A dump, a diff or a comparison as one self-contained page: collapsible layers, colours of row sets or of distances.
 
 A box is as wide as the page. The call of a wider line wraps, so that type and pass are never cut off; on a narrow
 page these stand below their call. Colours follow the reader's light or dark scheme.
@@ -6,17 +6,20 @@ page these stand below their call. Colours follow the reader's light or dark sch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from dgraph.ir.graph import Graph
 from dgraph.text.diff import Diff, GroupDiff
-from dgraph.text.listing import listing
+from dgraph.text.listing import Ref, listing
 from dgraph.text.writer import Block, Row, blocks, header, return_line, symbols, table_rows
 from dgraph.viewer.page import page
 
 ROW_SETS = 5
 """Row sets with a colour of their own; after these the colours come again."""
+SHADES = 5
+"""Shades of marked values."""
 _SAME = "\N{NO-BREAK SPACE}"
 _KINDS = {"+": "added", "-": "removed", _SAME: "same"}
 
@@ -44,6 +47,47 @@ def to_html(graph: Graph, full: bool = False, layer: int | None = None) -> str:
         f'<pre tabindex="0" aria-label="Passes, inputs and weights">{_lines(declared)}</pre>\n'
         f'<ul class="keys" aria-label="Row sets">{keys}</ul>\n',
         f"{body}<pre>{_lines([return_line(found)])}</pre>\n",
+    )
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Mark of a value on a page.
+
+    Attributes:
+        shade: from 0, the faintest, to `SHADES` - 1.
+        note: text after the call.
+    """
+
+    shade: int
+    note: str
+
+
+def marked_to_html(
+    title: str, summary: str, keys: Sequence[str], graphs: Mapping[str, tuple[Graph, Mapping[Ref, Mark]]]
+) -> str:
+    """Graphs with marked values as a page; every layer is written out.
+
+    Args:
+        title: of the page.
+        summary: text in columns.
+        keys: meaning of each shade.
+        graphs: by heading.
+    """
+    shades = "".join(f'<li class="shade-{shade}">{escape(text)}</li>' for shade, text in enumerate(keys))
+    boxes = []
+    for heading, (graph, marks) in graphs.items():
+        found = listing(graph)
+        boxes.append(f"<h2>{escape(heading)}</h2>\n")
+        boxes += [_block(block, {}, marks) for block in blocks(found, full=True)]
+        boxes.append(f"<pre>{_lines([return_line(found)])}</pre>\n")
+    return _page(
+        title,
+        title,
+        "",
+        f'<pre class="table" tabindex="0" aria-label="Summary">{escape(summary)}</pre>\n'
+        f'<ul class="keys" aria-label="Shades">{shades}</ul>\n',
+        "".join(boxes),
     )
 
 
@@ -85,26 +129,32 @@ def _details(title: str, note: str, rows: Iterable[str]) -> str:
     return f"<details open><summary>{escape(title)}{noted}</summary><table>\n{''.join(rows)}</table></details>\n"
 
 
-def _block(block: Block, colours: dict[str, str]) -> str:
+def _block(block: Block, colours: Mapping[str, str], marks: Mapping[Ref, Mark] | None = None) -> str:
+    """The calls under a heading, with a colour by their rows, or marks by their results."""
     title, _, carried = block.heading.partition("   ")
+    layer = None if block.layers is None else block.layers[0]
 
     def rows() -> Iterator[str]:
         for line in block.lines:
-            colour = next((colours[r] for r in line.rows if r is not None), "")
+            colour = next((colours.get(r, "") for r in line.rows if r is not None), "")
+            marked = [(marks or {}).get(Ref("value", name, layer)) for name in line.results if name is not None]
+            mark = max((each for each in marked if each is not None), key=lambda each: each.shade, default=None)
             for row in table_rows(line, block.layer):
-                yield _row(row, colour)
+                yield _row(row, colour, shade=mark)
 
     return _details(title, carried, rows())
 
 
-def _row(row: Row, colour: str = "", mark: str = "") -> str:
+def _row(row: Row, colour: str = "", mark: str = "", shade: Mark | None = None) -> str:
     """A call as a row of a table; `mark` is that of a diff."""
     if row.is_cut:
         return f'<tr class="cut"><td colspan="3">{escape(row.call.strip(" -"))}</td></tr>\n'
-    kind = f' class="{_KINDS[mark]}"' if mark else ""
+    kinds = [_KINDS[mark]] if mark else [] if shade is None else [f"shade-{shade.shade}"]
+    kind = f' class="{kinds[0]}"' if kinds else ""
     coloured = f' class="{colour}"' if colour else ""
+    note = "" if shade is None else f"<span>{escape(shade.note)}</span>"
     return (
-        f'<tr{kind}><td class="call">{escape(f"{mark} " if mark else "")}{escape(row.call)}</td>'
+        f'<tr{kind}><td class="call">{escape(f"{mark} " if mark else "")}{escape(row.call)}{note}</td>'
         f'<td{coloured}>{escape(row.type)}</td><td class="by">{escape(row.by)}</td></tr>\n'
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class Line:
         role, by, source: as in the graph.
         rows: row sets of the results, None where a result has none.
         cut: the stage that starts after this call ("suffix on K rows"); None where no stage does.
+        nodes: node of each result, None for one that no call reads; equal lines may have other nodes.
     """
 
     results: tuple[str | None, ...]
@@ -67,6 +68,7 @@ class Line:
     by: str
     source: str
     cut: str | None
+    nodes: tuple[Node | None, ...] = field(default=(), compare=False, repr=False)
 
     def references(self) -> list[Ref]:
         """Every reference in order of occurrence."""
@@ -148,11 +150,13 @@ class _Lister:
         value, layer = node.meta["val"], node.meta["layer"]
         results: list[str | None] = []
         values: list[Any] = []
+        nodes: list[Node | None] = [node]
         if node in self.parts:
             values = list(value)
             taken = {int(part.args[1]): part for part in reversed(self.parts[node])}  # type: ignore[arg-type]
             for i, name in enumerate(self._new_names(node, len(values))):
                 results.append(name if i in taken else None)
+            nodes = [taken.get(i) for i in range(len(values))]
             for part in self.parts[node]:
                 self.names[part] = Ref("value", str(results[int(part.args[1])]), layer)  # type: ignore[arg-type]
         elif value is not None:
@@ -170,6 +174,7 @@ class _Lister:
             node.meta.get("by", ""),
             _short_path(node.meta.get("source") or ""),
             self._cut(node),
+            tuple(nodes if values else ()),
         )
 
     def _new_names(self, node: Node, parts: int) -> list[str]:
