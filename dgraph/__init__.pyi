@@ -13,6 +13,10 @@ from dgraph.api import capture as capture
 from dgraph.api import load as load
 from dgraph.api import optimize as optimize
 from dgraph.api import recipe as recipe
+from dgraph.comparison.bisect import bisect as bisect
+from dgraph.comparison.compare import compare as compare
+from dgraph.comparison.fault import Bisection as Bisection
+from dgraph.comparison.report import Comparison as Comparison
 from dgraph.compiler.compilation import Compilation as Compilation
 from dgraph.compiler.compilation import WarmUp as WarmUp
 from dgraph.compiler.phases import rewrite as rewrite

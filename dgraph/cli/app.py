@@ -31,6 +31,8 @@ COMMANDS = {
     "diff": "views:diff",
     "explain": "views:explain",
     "match": "match:match",
+    "compare": "parting:compare",
+    "bisect": "parting:bisect",
     "compile": "compile:compile_",
     "calibrate": "calibrate:calibrate",
     "quantize": "quantize:quantize",
@@ -82,7 +84,8 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line and exit.
 
-        Exit codes: 0, 1 for a check of `doctor` that failed or a rank that died, 2 for bad input, 130 for Ctrl-C.
+        Exit codes: 0, 1 for a check of `doctor` or `bisect` that failed or a rank that died, 2 for bad input, 130 for
+        Ctrl-C.
         """
         with _errors(), one_line_warnings():
             if sys.stdout is None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 128
 NONE = "none"
-CHOICE = "NAME[:KEY=VALUE,...]"
 
 
 def evaluate(
@@ -35,7 +34,7 @@ def evaluate(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            "--recipe", "-r", metavar=CHOICE, help="See `dgraph recipes`; may be repeated.", show_default="focus"
+            "--recipe", "-r", metavar=given.CHOICE, help="See `dgraph recipes`; may be repeated.", show_default="focus"
         ),
     ] = None,
     option: Annotated[
@@ -43,7 +42,8 @@ def evaluate(
         typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option, set for every recipe that has it."),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(metavar=CHOICE, help="A decoding rule; may be repeated.", show_default=False)
+        list[str] | None,
+        typer.Option(metavar=given.CHOICE, help="A decoding rule; may be repeated.", show_default=False),
     ] = None,
     threshold: Annotated[
         float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
@@ -56,7 +56,8 @@ def evaluate(
         typer.Option(metavar="KEY=V1,V2,...", help="An option of a recipe or rule; may be repeated: all combinations."),
     ] = None,
     against: Annotated[
-        str, typer.Option(metavar=CHOICE, help="Reference recipe whose responses others are compared with, or none.")
+        str,
+        typer.Option(metavar=given.CHOICE, help="Reference recipe whose responses others are compared with, or none."),
     ] = "dense",
     weights: Annotated[
         list[str] | None,

@@ -19,6 +19,8 @@ from dgraph.types.texts import check_text, read_text
 if TYPE_CHECKING:
     import torch
 
+CHOICE = "NAME[:KEY=VALUE,...]"
+"""Form of the text that names a recipe or a rule with options of its own; see `dgraph.settings.named`."""
 FORMAT = "FORMAT[:KEY=VALUE,...]"
 """Form of the text that gives the storage of weights; see `dgraph.compiler.base_graph.quantising`."""
 

@@ -34,7 +34,10 @@ from dgraph.serve.application import build
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.settings import ServerConfig
 
-FUNCTIONS = ("optimize", "load", "adopt", "recipe", "capture", "rewrite", "dump", "diff", "explain", "calibrate")
+FUNCTIONS = (
+    *("optimize", "load", "adopt", "recipe", "capture", "rewrite", "dump", "diff", "explain", "compare", "bisect"),
+    "calibrate",
+)
 """Public names that come first, in this order."""
 SETTINGS = ("Decoding", "Sampler", "Compilation", "WarmUp", "EngineConfig")
 """Public names that are settings, in the order of their page."""

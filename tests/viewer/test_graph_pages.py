@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import dgraph
+from dgraph.comparison.page import to_html as comparison_to_html
 from dgraph.ir.graph import Graph
 from dgraph.recipes import RECIPES, build
 from dgraph.text.diff import diff
@@ -15,6 +16,7 @@ from tests.viewer.conftest import Open
 def test_pages_of_graphs(captured: Graph, open_page: Open, tmp_path: Path) -> None:
     step = dgraph.rewrite(captured, build(RECIPES, "focus", captured.spec, {}))["step"].graph
     pages = {"dump": to_html(step), "diff": diff_to_html(diff(captured, step, ("captured", "focus step")))}
+    pages["comparison"] = comparison_to_html(dgraph.compare(captured, step))
     for name, page in pages.items():
         (tmp_path / f"{name}.html").write_text(page, encoding="utf-8")
     found = open_page((tmp_path / "dump.html").as_uri())
