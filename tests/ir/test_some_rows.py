@@ -138,3 +138,16 @@ def test_a_layer_counts_once_and_an_output_of_another_make_is_refused() -> None:
     with pytest.raises(VerifyError, match=r"nothing says which layers it counts\. Make it by graph\.count_rows"):
         counted_rows(graph)
     assert counted_rows(family_of("llada").cached) == {}
+
+
+def test_rows_that_are_cut_later_were_run_and_count() -> None:
+    graph = rewritten(family_of("llada").cached, Chosen())
+    first = next(node for node in graph.calls if node.meta["layer"] == 2)
+    graph.keep_rows(graph.add_input(InputSpec("candidate", torch.bool, ("N",))), before=first, by="test")
+    inputs = step_of(TOKENS, [0] * 3, LENGTHS, [[1, 4], [], [12]], [False] * 3)
+    inputs["candidate"] = inputs["positions"] % 2 == 0
+    memory = memory_of(graph.spec, LENGTHS)
+    memory |= {name.replace("f_", "a_"): value.clone() for name, value in memory.items() if name.startswith("f_")}
+    got = interpret(graph, inputs | {name: value.nan_to_num() for name, value in memory.items()})
+    assert got["salient"].tolist() == [3, 3, 2]
+    assert len(got["logits"]) == int(inputs["candidate"].sum())
