@@ -37,7 +37,7 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.sampling.random_numbers import policy_order
 from dgraph.runtime.state.growth import Growth, moved_columns
-from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, inverse, read
+from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, read
 from dgraph.runtime.state.report import report_of
 from dgraph.runtime.state.state_init import StateInit
 
@@ -326,7 +326,7 @@ class DecodeState(ABC):
         before, part, traits = copy.copy(self), self.granted & self.active, traits_of(policy)
         editing, masked, start = traits.edits, self.block_masked, self.start
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
-        rows_of = self._predictors(rows, False)
+        rows_of = rows.predictors(len(self.start), self.block)
         row, following = rows_of[:, : self.block], rows_of[:, self.block]
         if widest_tail(policy):  # which is predicted also where it is decoded
             row = torch.where(
@@ -340,7 +340,7 @@ class DecodeState(ABC):
         measured = {name: read(values, row, fillers[name]) for name, values in results.measured.items()}
         added: dict[str, Tensor] = {}
         if rows.added is not None:
-            at = self._predictors(rows, True)[:, : self.block]
+            at = rows.predictors(len(self.start), self.block, added=True)[:, : self.block]
             decided = {"token": read(results.token, at, -1), "confidence": read(results.confidence, at, -math.inf)}
             added = decided | {name: read(values, at, fillers[name]) for name, values in results.measured.items()}
         invalid = part & (confidence.isnan().any(dim=1) | confidence_after.isnan())
@@ -460,18 +460,6 @@ class DecodeState(ABC):
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         """bool[b, B]: columns that the step commits."""
         return policy.choose(candidates)
-
-    def _predictors(self, rows: StepRows, added: bool) -> Tensor:
-        """i64[b, B + 1]: the row that predicts each column of the current block, and the position after it; else -1.
-
-        added: of the rows that the plan adds, or of those of the sequence.
-        """
-        b, width = len(self.start), self.block + 1
-        at = rows.sequence * width + rows.column - self.block
-        there = rows.live & (rows.column >= self.block)
-        if rows.added is not None:
-            there = there & (rows.added if added else ~rows.added)
-        return inverse(torch.where(there, at, -1), b * width).view(b, width)
 
     def _on_canvas(self, values: Tensor, others: Tensor | float) -> Tensor:
         """[b, T]: values [b, B] where the current block is, `others` elsewhere."""

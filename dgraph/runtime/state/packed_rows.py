@@ -74,6 +74,18 @@ class StepRows:
         """bool[N]: rows that are not padding."""
         return torch.arange(len(self.masked), device=self.masked.device) < self.cu_rows[-1]
 
+    def predictors(self, sequences: int, block: int, *, added: bool = False) -> Tensor:
+        """i64[sequences, block + 1]: the row that predicts each column of the block, and the position after it; else -1.
+
+        added: of the rows that the plan adds, or of those of the sequence.
+        """
+        width = block + 1
+        there = self.live & (self.column >= block)
+        if self.added is not None:
+            there = there & (self.added if added else ~self.added)
+        at = torch.where(there, self.sequence * width + self.column - block, -1)
+        return inverse(at, sequences * width).view(sequences, width)
+
     def head(self, count: int) -> StepRows:
         """The first `count` rows, as views."""
         return self._each(lambda name, value: value if name == "cu_rows" else value[:count])
