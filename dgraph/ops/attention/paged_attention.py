@@ -194,8 +194,8 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     """Bytes that a call allocates beside its result.
 
     On a GPU: the shares that are added up if the keys of a sequence are divided. On a CPU: the keys and values of a
-    sequence and of the one before it, and again with the own keys of rows if these have some; a sequence's rows before
-    and after; and positions and mask of every sequence.
+    sequence and of the one before it; a sequence's rows before and after; and positions and mask of every sequence.
+    Rows with keys of their own take the keys and values of a sequence once more.
     """
     page, heads, width = k_cache.shape[1:]
     if device.type == "cuda":

@@ -183,17 +183,13 @@ STEP_INPUTS: dict[str, StepInput] = {
         needs="hides",
     ),
     "added": StepInput(
-        torch.bool,
-        "row",
-        lambda at: _given(at.rows.added),
-        "the plan adds it (`RowPlan.added`): its own key stands in no cache",
-        needs="adds",
+        torch.bool, "row", lambda at: _given(at.rows.added), "the plan adds it (`RowPlan.added`)", needs="adds"
     ),
     "gap": StepInput(
         torch.int32,
         "row",
         lambda at: _given(at.rows.gap),
-        "[N, 2]: begin and end of the positions that it does not see, though they lie before its limit",
+        "[N, 2]: begin and end of the places of keys that it does not see; equal for a row that is not added",
         needs="adds",
     ),
     "temperature": StepInput(

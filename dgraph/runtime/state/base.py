@@ -37,7 +37,7 @@ from dgraph.runtime.policies import (
 )
 from dgraph.runtime.sampling.random_numbers import policy_order
 from dgraph.runtime.state.growth import Growth, moved_columns
-from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, read
+from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, predictors, read
 from dgraph.runtime.state.report import report_of
 from dgraph.runtime.state.state_init import StateInit
 
@@ -326,7 +326,7 @@ class DecodeState(ABC):
         before, part, traits = copy.copy(self), self.granted & self.active, traits_of(policy)
         editing, masked, start = traits.edits, self.block_masked, self.start
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
-        rows_of = rows.predictors(len(self.start), self.block)
+        rows_of = predictors(rows, len(masked), self.block)
         row, following = rows_of[:, : self.block], rows_of[:, self.block]
         if widest_tail(policy):  # which is predicted also where it is decoded
             row = torch.where(
@@ -334,15 +334,15 @@ class DecodeState(ABC):
                 row,
                 -1,
             )
-        token, confidence = read(results.token, row, -1), read(results.confidence, row, -math.inf)
+        measured = results.at(row, fillers)
+        token, confidence = measured.pop("token"), measured.pop("confidence")
         token_after = read(results.token, following, -1)
         confidence_after = read(results.confidence, following, -math.inf)
-        measured = {name: read(values, row, fillers[name]) for name, values in results.measured.items()}
-        added: dict[str, Tensor] = {}
-        if rows.added is not None:
-            at = rows.predictors(len(self.start), self.block, added=True)[:, : self.block]
-            decided = {"token": read(results.token, at, -1), "confidence": read(results.confidence, at, -math.inf)}
-            added = decided | {name: read(values, at, fillers[name]) for name, values in results.measured.items()}
+        added = (
+            {}
+            if rows.added is None
+            else results.at(predictors(rows, len(masked), self.block, added=True)[:, :-1], fillers)
+        )
         invalid = part & (confidence.isnan().any(dim=1) | confidence_after.isnan())
         candidates = Candidates(
             token=token,

@@ -43,7 +43,7 @@ class BidirectionalState(DecodeState):
     step; full, whole bool[b]: the next step is a full one, and forwards every row that is seen (see `Schedule`);
     changed bool[b, T]: decoded in the step before; frozen bool[b, T]: keys and values were written with the decoded
     token, so the block cache may skip the row; seen bool[b, T]: rows that exist, None if the plan's region hides none;
-    decoded_in i64[b, T], entropy f32[b]: as in `View`, None unless the plan notes them.
+    decoded_in i64[b, T], entropy f32[b]: as in `View`, None unless the plan notes them;
     added bool[b, B]: columns of the block for which the next step has an added row, None if the plan adds none.
 
     Fixed: plan; kv: which keys stay, None for all; size: columns of a block; shift: 0 if a row predicts its own
@@ -234,8 +234,9 @@ class BidirectionalState(DecodeState):
         if not (width := widest_tail(policy)):
             return None
         column = rows.positions + self.shift - (self.end - width)[rows.sequence]
-        own = rows.live if rows.added is None else rows.live & ~rows.added
-        there = own & (column >= 0) & (column < width)
+        there = rows.live & (column >= 0) & (column < width)
+        if rows.added is not None:
+            there = there & ~rows.added
         row = inverse(torch.where(there, rows.sequence * width + column, -1), len(self.end) * width).view(-1, width)
         confidence = read(results.confidence, row, 0.0).clamp(min=0.0)
         return Tail(torch.where(confidence > 0, read(results.token, row, -1), -1), confidence)

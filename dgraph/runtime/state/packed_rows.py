@@ -74,18 +74,6 @@ class StepRows:
         """bool[N]: rows that are not padding."""
         return torch.arange(len(self.masked), device=self.masked.device) < self.cu_rows[-1]
 
-    def predictors(self, sequences: int, block: int, *, added: bool = False) -> Tensor:
-        """i64[sequences, block + 1]: the row that predicts each column of the block, and the position after it; else -1.
-
-        added: of the rows that the plan adds, or of those of the sequence.
-        """
-        width = block + 1
-        there = self.live & (self.column >= block)
-        if self.added is not None:
-            there = there & (self.added if added else ~self.added)
-        at = torch.where(there, self.sequence * width + self.column - block, -1)
-        return inverse(at, sequences * width).view(sequences, width)
-
     def head(self, count: int) -> StepRows:
         """The first `count` rows, as views."""
         return self._each(lambda name, value: value if name == "cu_rows" else value[:count])
@@ -121,6 +109,24 @@ class RowResults:
     kept: Tensor
     measured: Mapping[str, Tensor] = field(default_factory=dict)
     draw: Tensor | None = None
+
+    def at(self, rows: Tensor, fillers: Mapping[str, float]) -> dict[str, Tensor]:
+        """Token, confidence and statistics of rows i64[...], by name; fillers where that is -1."""
+        decided = {"token": read(self.token, rows, -1), "confidence": read(self.confidence, rows, -math.inf)}
+        return decided | {name: read(values, rows, fillers[name]) for name, values in self.measured.items()}
+
+
+def predictors(rows: StepRows, sequences: int, block: int, added: bool = False) -> Tensor:
+    """i64[b, B + 1]: the row that predicts each column of the current block, and the position after it; else -1.
+
+    added: of the rows that the plan adds, no longer of those of the sequence.
+    """
+    width = block + 1
+    at = rows.sequence * width + rows.column - block
+    there = rows.live & (rows.column >= block)
+    if rows.added is not None:
+        there = there & (rows.added if added else ~rows.added)
+    return inverse(torch.where(there, at, -1), sequences * width).view(sequences, width)
 
 
 def row_results(
