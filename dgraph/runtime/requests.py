@@ -51,10 +51,10 @@ class Request:
             decoding, canvas = replace(decoding, max_new_tokens=end), canvas[:end]
         return cls(ids, decoding, index, canvas=canvas)
 
-    def after(self, tokens: Sequence[int], steps: int, end: int) -> Request:
+    def after(self, tokens: Sequence[int], steps: int, end: int | None = None) -> Request:
         """Rest of the request after `steps` steps: these first tokens of its response become part of the prompt.
 
-        end: the position where its response ended then.
+        end: the position where its response ended then, if it had grown.
         """
         done = len(tokens)
         new, least = self.decoding.max_new_tokens - done, max(0, self.decoding.min_tokens - done)
@@ -67,7 +67,7 @@ class Request:
             steps=steps,
             decoded=decoded,
             canvas=self.canvas[done:],
-            length=end - len(self.ids) - done,
+            length=None if end is None else end - len(self.ids) - done,
         )
 
     @property
