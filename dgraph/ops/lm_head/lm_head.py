@@ -137,8 +137,10 @@ def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: i
     p = logits.softmax(-1)
     confidence = p.gather(1, token[:, None]).squeeze(1)
     largest = p.gather(1, best[:, None])
-    second = p.scatter(1, best[:, None], 0).amax(-1, keepdim=True)  # 0 of a vocabulary of one; topk takes longer
-    entropy = torch.special.entr(p).sum(-1)
+    # Where p is 0 the difference may be -inf, and their product would be no number. A logarithm of each p takes longer.
+    below = (logits - logits.gather(1, best[:, None])).clamp_(min=torch.finfo(torch.float32).min)
+    entropy = -(below.mul_(p).sum(-1) + largest.squeeze(1).log())
+    second = p.scatter_(1, best[:, None], 0).amax(-1, keepdim=True)  # 0 of a vocabulary of one; topk takes longer
     return RowDecisions(token, confidence, (largest - second).squeeze(1), entropy)
 
 
