@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -216,3 +217,16 @@ class ModelSpec:
         out["attention_similarity"] = list(self.attention_similarity)
         out["dtype"] = str(self.dtype).removeprefix("torch.")
         return out
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ModelSpec:
+        """The facts that `to_json` described; equal to those that wrote it.
+
+        Raises:
+            InputError: a field is missing, unknown or out of range.
+        """
+        lists = {name: tuple(item) for name, item in value.items() if isinstance(item, list)}
+        try:
+            return cls(**{**value, **lists, "dtype": getattr(torch, str(value.get("dtype")), None)})
+        except TypeError as error:
+            raise InputError(f"facts of a model: {error}; give what ModelSpec.to_json wrote.") from None

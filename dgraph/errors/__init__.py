@@ -71,6 +71,12 @@ class CacheError(DgraphError):
     """An artifact cache that cannot be used, or an artifact that must not be."""
 
 
+class FormatError(DgraphError):
+    """A file of a graph or a bundle that cannot be read: damaged, of another version, or with what is not there. Also a
+    graph that has no form in a file.
+    """
+
+
 class PluginError(DgraphError):
     """An entry point of another package that cannot be loaded or used."""
 

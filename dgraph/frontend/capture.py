@@ -28,6 +28,7 @@ from dgraph.private.torch import OpOverload
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import args_of, op_name
 from dgraph.types.shapes import InputSpec
+from dgraph.types.texts import package_path
 
 INPUT_IDS = InputSpec("input_ids", torch.int64, ("b", "t"))
 POSITIONS = InputSpec("positions", torch.int64, ("b", "t"))
@@ -219,4 +220,5 @@ def _source(node: Node) -> str:
 
 def _tags(node: Node, place: Place) -> dict[str, Any]:
     layer, role = place
-    return {"layer": layer, "role": role, "by": "", "source": _source(node)}
+    path, colon, line = _source(node).rpartition(":")
+    return {"layer": layer, "role": role, "by": "", "source": f"{package_path(path)}{colon}{line}" if path else ""}

@@ -1,22 +1,17 @@
-"""A captured graph as plain data, and its place in the artifact cache: capture is the longest part of a warm start.
+"""Captured graphs in the artifact cache: capture is the longest part of a warm start.
 
-The stored form is the captured forward in canonical form: ops by name, arguments, layers, roles. It has no code, no
-weights and no types. A graph that is read back is typed anew from the model's own tensors, and verified like any other.
+A graph is stored in the form of `dgraph.ir.stored_graph`, as any saved graph is, without weights. One that is read back
+is typed anew from the model's own tensors, and verified like any other.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
-import operator
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Node
+from torch import nn
 
 from dgraph.cache.key import Key, graph_key
 from dgraph.cache.store import Store
@@ -24,23 +19,12 @@ from dgraph.errors import DgraphError
 from dgraph.families.weights import WeightSource, weights_of
 from dgraph.frontend.capture import capture_module
 from dgraph.ir.graph import Graph
+from dgraph.ir.stored_graph import from_data, to_data
 from dgraph.ir.stored_weights import as_stored
 from dgraph.ir.verifier import verify
-from dgraph.plugins import load_ops
-from dgraph.private.torch import OpOverload
 from dgraph.spec import ModelSpec
-from dgraph.types.nodes import args_of
-from dgraph.types.shapes import DTYPES, InputSpec
 
 FILE = "graph.json"
-_DTYPES = {text: dtype for dtype, text in DTYPES.items()}
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    f"{module.__name__}.{name}": getattr(module, name)
-    for module in (operator, math)
-    for name in dir(module)
-    if callable(getattr(module, name)) and not name.startswith("_")
-}
-
 
 READ_LATER = {
     "attention_similarity",
@@ -55,10 +39,6 @@ READ_LATER = {
     "pad_id",
 }
 """Facts of a spec that recipes and decode loops read, and no capture does."""
-
-
-class NotPlain(Exception):
-    """A graph holds something that has no plain form."""
 
 
 def capture_or_load(
@@ -101,18 +81,18 @@ def _captured_or_loaded(module: nn.Module, spec: ModelSpec, prefix: str, store: 
     found = store.find(key)
     if found is not None:
         try:
-            graph = from_data(json.loads(found.files[FILE]), spec, weights_of(module, prefix))
+            graph = from_data(json.loads(found.files[FILE]), weights_of(module, prefix), spec)
             verify(graph)
             return graph, False
-        except (DgraphError, NotPlain, KeyError, ValueError) as error:
+        except (DgraphError, ValueError) as error:
             store.reject(key.digest, f"it does not load ({str(error).partition(chr(10))[0]})")
     with store.making(key.digest):
         graph = capture_module(module, spec, prefix)
         verify(graph)
         try:
             data = to_data(graph)
-            from_data(data, spec, weights_of(module, prefix))  # proves now that it can be read back
-        except (DgraphError, NotPlain) as error:
+            from_data(data, weights_of(module, prefix), spec)  # proves now that it can be read back
+        except DgraphError as error:
             store.warn(f"a captured graph cannot be stored in the artifact cache {store.root}: {error}.")
         else:
             store.put(key, {FILE: json.dumps(data, separators=(",", ":")).encode()})
@@ -128,121 +108,3 @@ def key_of(module: nn.Module, identity: str, spec: ModelSpec) -> Key:
         "spec": json.dumps(said, sort_keys=True),
     }
     return graph_key(facts, device, Path(inspect.getfile(type(module))))
-
-
-def to_data(graph: Graph) -> dict[str, Any]:
-    """A captured graph as values that JSON knows.
-
-    Raises:
-        NotPlain: an op, an argument or a weight has no such form.
-    """
-    numbers: dict[Node, int] = {}
-    weights, inputs, calls = [], [], []
-    for node in graph.fx.nodes:
-        numbers[node] = len(numbers)
-        if node.op == "placeholder" and "weight" in node.meta:
-            weights.append(node.meta["weight"])
-        elif node.op == "placeholder":
-            spec = graph.inputs[node.meta["input"]]
-            inputs.append([spec.name, DTYPES[spec.dtype], list(spec.shape)])
-        elif node.op == "call_function":
-            kwargs = {name: _plain(value, numbers) for name, value in node.kwargs.items()}
-            tags = [node.meta.get("layer"), node.meta.get("role", ""), node.meta.get("source", "")]
-            calls.append([_name(node.target), _plain(list(args_of(node)), numbers), kwargs, tags])
-    outputs = {name: numbers[node] for name, node in graph.results().items()}
-    return {"weights": weights, "inputs": inputs, "calls": calls, "outputs": outputs}
-
-
-def from_data(data: Mapping[str, Any], spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Graph:
-    """The graph that `to_data` described, over the tensors of a model.
-
-    Raises:
-        NotPlain: the data names what does not exist.
-        VerifyError: an op does not accept the types that it gets.
-    """
-    graph = Graph(spec)
-    nodes: list[Node] = []
-    for name in data["weights"]:
-        if name not in tensors:
-            raise NotPlain(f"the model has no tensor {name!r}")
-        nodes.append(graph.add_weight(name, tensors[name]))
-    for name, dtype, shape in data["inputs"]:
-        nodes.append(graph.add_input(InputSpec(name, _DTYPES[dtype], tuple(shape))))
-    # Calls stand before something; the output that they are for comes last.
-    end = graph.fx.output(())
-    end.meta.update(layer=None, role="", by="", val=())
-    for target, args, kwargs, (layer, role, source) in data["calls"]:
-        values = {key: _value(value, nodes) for key, value in kwargs.items()}
-        node = graph.call(_target(target), _value(args, nodes), values, before=end, by="", source=source)
-        node.meta.update(layer=layer, role=role)
-        nodes.append(node)
-    graph.set_outputs({name: nodes[number] for name, number in data["outputs"].items()})
-    return graph
-
-
-def _name(target: Any) -> str:
-    if isinstance(target, OpOverload):
-        return str(target)
-    name = f"{getattr(target, '__module__', '').lstrip('_')}.{getattr(target, '__name__', '')}"
-    if _OPERATORS.get(name) is not target:
-        raise NotPlain(f"op {target} is neither a registered op nor a function of operator or math")
-    return name
-
-
-def _target(name: str) -> Any:
-    if name in _OPERATORS:
-        return _OPERATORS[name]
-    found = _registered(name)
-    if found is None:  # the package that registers it may not have been imported
-        load_ops()
-        found = _registered(name)
-    if found is None:
-        raise NotPlain(f"there is no op {name!r}")
-    return found
-
-
-def _registered(name: str) -> OpOverload | None:
-    namespace, _, rest = name.partition(".")
-    op, _, overload = rest.rpartition(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), op), overload)
-    except (AttributeError, RuntimeError):
-        return None
-
-
-# Values that JSON has no word for are written as {"kind": value}.
-def _plain(value: Any, numbers: Mapping[Node, int]) -> Any:
-    if isinstance(value, Node):
-        return {"node": numbers[value]}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, numbers) for v in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"float": str(value)}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, (torch.memory_format, torch.layout)):
-        return {"torch": str(value).removeprefix("torch.")}
-    raise NotPlain(f"an argument of type {type(value).__name__} has no plain form")
-
-
-def _value(data: Any, nodes: list[Node]) -> Any:
-    if isinstance(data, list):
-        return [_value(v, nodes) for v in data]
-    if not isinstance(data, dict):
-        return data
-    ((kind, value),) = data.items()
-    if kind == "node":
-        return nodes[value]
-    if kind == "float":
-        return float(value)
-    if kind == "device":
-        return torch.device(value)
-    if kind in ("dtype", "torch") and isinstance(
-        found := getattr(torch, value, None), (torch.dtype, torch.memory_format, torch.layout)
-    ):
-        return found
-    raise NotPlain(f"unknown value {kind}: {value}")

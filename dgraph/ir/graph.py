@@ -11,12 +11,15 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from dgraph.errors import InputError, PassError, VerifyError
+from dgraph.errors import PassError, VerifyError
+from dgraph.families import Model
 from dgraph.ir import row_counts, row_flags, some_rows
 from dgraph.ir.layers import FeedForward
 from dgraph.ir.listed import Listed as Listed
@@ -417,8 +420,48 @@ class Graph(NodeList):
         other.whole, other.own, other.adapter = self.whole, dict(self.own), self.adapter
         return other
 
-    def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "a graph cannot be pickled, since its types belong to this process: copy it with Graph.copy(). In another "
-            "process, give dgraph.optimize the model's folder and the recipe (Recipe.to_json)."
-        )
+    def save(self, path: str | Path, weights: bool = False) -> None:
+        """Write the graph to a file of JSON, which `load` reads.
+
+            graph.save("step.json")
+
+        Paths of the model's source are in it from the package on, and nothing of this machine.
+
+        Args:
+            path: of the file.
+            weights: write the weights, too, beside it: to the file of that name that ends in .safetensors.
+
+        Raises:
+            FormatError: an op or an argument has no form in a file.
+            InputError: the file cannot be written.
+        """
+        from dgraph.ir.graph_file import save
+
+        save(self, path, weights)
+
+    @staticmethod
+    def load(path: str | Path, weights: Model | Graph | Mapping[str, Tensor] | None = None) -> Graph:
+        """Read and verify a graph that `save` wrote; it equals that one. No code is run, but that of registered ops.
+
+            graph = dgraph.Graph.load("step.json", weights=dgraph.load("tiny_sdar"))
+
+        Args:
+            path: of the file.
+            weights: a model as it was captured, a graph after the same passes, or tensors by name. A rank takes its
+                parts of whole ones. None: those that were saved beside it. Without such a file a graph can be read and
+                rewritten, and a run gives NaN.
+
+        Raises:
+            FormatError: a damaged file, one of another version, an op that is not there, or weights that do not fit.
+            InputError: the file cannot be read, or such weights mean nothing.
+            VerifyError: the graph breaks a rule.
+        """
+        from dgraph.ir.graph_file import load
+
+        return load(path, weights)
+
+    def __reduce__(self) -> tuple[Callable[..., Graph], tuple[Any, ...]]:
+        """The form of `save`, with the weights: for pickle, and for copies of these by copy.deepcopy."""
+        from dgraph.ir.stored_graph import from_data, to_data
+
+        return from_data, (to_data(self), self.tensors, self.spec, self.adapter)

@@ -172,7 +172,7 @@ class _Lister:
             tuple(map(self.graph.symbols.row_set, values)),
             node.meta.get("role", ""),
             node.meta.get("by", ""),
-            _short_path(node.meta.get("source") or ""),
+            node.meta.get("source") or "",
             self._cut(node),
             tuple(nodes if values else ()),
         )
@@ -248,11 +248,6 @@ def _place(index: int, sections: list[tuple[int | None, list[Line]]]) -> str:
 
 def _is_size(node: Node) -> bool:
     return isinstance(node.meta["val"], (int, torch.SymInt))
-
-
-def _short_path(source: str) -> str:
-    """A source line without the place where its package is installed."""
-    return source.rpartition("site-packages/")[2]
 
 
 def _refs(value: Any) -> Iterable[Ref]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 from dgraph.errors import InputError
+
+
+@functools.lru_cache(maxsize=1024)
+def package_path(path: str) -> str:
+    """The path of a source from its outermost package on: transformers/models/qwen3/modeling_qwen3.py. It says nothing
+    of the machine; a source in no package has its name alone.
+    """
+    file = Path(path)
+    outermost = next((folder for folder in file.parents if not (folder / "__init__.py").is_file()), file.parent)
+    return file.relative_to(outermost).as_posix()
 
 
 def check_text(text: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,10 @@ from torch import nn
 
 import dgraph
 from dgraph.cache.store import Store
+from dgraph.families.weights import weights_of
 from dgraph.frontend import frozen
-from dgraph.frontend.frozen import FILE, NotPlain, capture_or_load, from_data, key_of, to_data, weights_of
+from dgraph.frontend.frozen import FILE, capture_or_load, key_of
+from dgraph.ir.stored_graph import from_data, to_data
 from tests.amounts import first_cases
 from tests.oracle.models import mask_id, random_weights, tiny_config, to_transformers
 
@@ -104,9 +104,9 @@ def test_without_an_identity_nothing_is_kept(tmp_path: Path) -> None:
     2,
     "change, reason",
     [
-        (lambda data: data["weights"].append("model.nothing"), "no tensor 'model.nothing'"),
-        (lambda data: data["calls"][3].__setitem__(0, "aten.nothing.default"), "no op 'aten.nothing.default'"),
-        (lambda data: data["calls"][3].__setitem__(0, "os.system"), "no op 'os.system'"),
+        (lambda data: data["nodes"][0].update(weight="model.nothing"), "have no 'model.nothing'"),
+        (lambda data: data["ops"].update({"aten.nothing.default": ""}), "no op 'aten.nothing.default'"),
+        (lambda data: data["ops"].update({"os.system": ""}), "no op 'os.system'"),
         (lambda data: data.pop("outputs"), "outputs"),
     ],
 )
@@ -126,22 +126,10 @@ def test_a_graph_that_does_not_load_is_captured_anew(
     assert capture(found, store)[1] is False
 
 
-def test_values_that_json_has_no_word_for() -> None:
-    values = [1, 2.5, math.inf, -math.inf, None, True, "x", torch.float32, torch.device("cpu"), [torch.strided, 3]]
-    assert frozen._value(json.loads(json.dumps(frozen._plain(values, {}))), []) == values
-    with pytest.raises(NotPlain, match="type complex"):
-        frozen._plain(1j, {})
-    with pytest.raises(NotPlain, match="unknown value dtype: nn"):
-        frozen._value({"dtype": "nn"}, [])
-    with pytest.raises(NotPlain, match="neither a registered op"):
-        frozen._name(print)
-    assert frozen._target(frozen._name(operator.getitem)) is operator.getitem
-
-
 def test_a_tensor_of_another_shape_is_refused() -> None:
     found = model(1)
     graph, _ = capture(found, None)
     tensors = weights_of(found.module, found.prefix)
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(3, 5)
-    with pytest.raises(dgraph.DgraphError, match="does not accept its arguments"):
-        from_data(to_data(graph), found.spec, tensors)
+    with pytest.raises(dgraph.DgraphError, match=r"up_proj.weight' of the graph is .*, got float32\[3, 5\]"):
+        from_data(to_data(graph), tensors)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import operator
-import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from dgraph.errors import InputError, UnknownName, VerifyError
+from dgraph.errors import UnknownName, VerifyError
 from dgraph.ir.graph import Graph
 from dgraph.ir.verifier import verify
 from dgraph.ops import OPS
@@ -136,13 +134,6 @@ def test_a_call_that_has_no_type_is_refused_in_a_line(
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
     assert list(graph.fx.nodes) == before, "nothing of it is left"
     assert capfd.readouterr().err == "", "torch says nothing beside"
-
-
-def test_a_graph_says_how_to_move_it_instead_of_pickling() -> None:
-    graph = Hand().graph
-    for move in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(InputError, match=r"a graph cannot be pickled.*Graph\.copy\(\).*Recipe\.to_json"):
-            move(graph)
 
 
 def test_find_input_weight_result() -> None:
