@@ -259,10 +259,19 @@ def _target(name: str, schema: str) -> OpOverload:
         found = _registered(name)
     if found is None:
         raise FormatError(f"there is no op {name!r}; install or import the package that registers it.")
+    if not _is_of_tensors(found):
+        raise FormatError(f"op {name!r} is not of tensors, so no graph has it: {found._schema}.")
     # An op of torch stays compatible when it gets an argument more; an op of a package promises nothing.
     if (got := str(found._schema)) != schema and found.namespace != "aten":
         raise FormatError(f"op {name!r} takes {got}, and the graph was made for {schema}; make it anew.")
     return found
+
+
+def _is_of_tensors(op: OpOverload) -> bool:
+    """Say whether an op computes on tensors, or makes one of numbers: others print, or read and write files."""
+    takes, gives = ([str(value.type) for value in values] for values in (op._schema.arguments, op._schema.returns))
+    made = any("Tensor" in kind for kind in gives) and not any("str" in kind for kind in takes)
+    return made or any("Tensor" in kind for kind in takes)
 
 
 def _registered(name: str) -> OpOverload | None:
