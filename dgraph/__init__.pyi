@@ -13,6 +13,10 @@ from dgraph.api import capture as capture
 from dgraph.api import load as load
 from dgraph.api import optimize as optimize
 from dgraph.api import recipe as recipe
+from dgraph.bundles import Bundle as Bundle
+from dgraph.bundling import Replay as Replay
+from dgraph.bundling import bundle as bundle
+from dgraph.bundling import replay as replay
 from dgraph.comparison.bisect import bisect as bisect
 from dgraph.comparison.compare import compare as compare
 from dgraph.comparison.fault import Bisection as Bisection

@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
+from dgraph.bundles import Asked, Bundle, Recorder, bundle_of, folder, offer
 from dgraph.compiler.arguments import arguments_of, check_keywords
 from dgraph.compiler.phases import graph_of_phase, rewrite, routed_blocks, scoring
 from dgraph.compiler.prompts import Prompts, encode_prompts, is_single
 from dgraph.engine.build import EngineConfig, build_engine
 from dgraph.engine.engine import Engine
 from dgraph.engine.memory.profile import profile
-from dgraph.errors import InputError
+from dgraph.errors import InputError, UnknownName
 from dgraph.errors.former import former_names
 from dgraph.families import Model
 from dgraph.ir.graph import Graph
@@ -41,7 +42,7 @@ from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
 from dgraph.runtime.kv.store import page_size_for
 from dgraph.runtime.loop.session import LOGITS, BlockSession, measuring
 from dgraph.runtime.policies import PolicyMix, statistics_of
-from dgraph.runtime.results import Progress, SequenceKV
+from dgraph.runtime.results import Generation, Progress, SequenceKV
 from dgraph.runtime.sampling.stops import says_stop, trim
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.settings import settings_of
@@ -115,7 +116,7 @@ class CompiledModel(Described):
     ):
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         self.phases = rewrite(captured, recipe)
-        self.compiler, self._buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
+        self.compiler, self.buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
         self.kernels = kernels or Kernels(target_of(captured.device), None)
         self.page_size = page_size_for(self.spec.block_length, captured.device)
         self.ranks = ranks = ranks_of(captured.sharding)
@@ -148,7 +149,7 @@ class CompiledModel(Described):
         if self.recipe.logit_rows is None:
             raise InputError(f"recipe {self.recipe.name!r} has no bound on rows of logits; add the pass ChunkLMHead.")
         recipe, graphs = self.recipe.with_logit_rows(rows), self.graph_pool is not None
-        shared = self.compiler, self._buckets, graphs, self.tuning, self.kernels, self.transitions
+        shared = self.compiler, self.buckets, graphs, self.tuning, self.kernels, self.transitions
         return CompiledModel(self.model, self.captured, recipe, *shared)
 
     def _lower(self, graph: Graph, prompts: bool = False) -> LoweredProgram:
@@ -160,7 +161,7 @@ class CompiledModel(Described):
         return LoweredProgram(
             graph,
             self.compiler,
-            self._buckets,
+            self.buckets,
             run_in_order if pool is None else pool.runner,
             self.tuning,
             None if whole else CHUNK_ROWS,
@@ -241,8 +242,32 @@ class CompiledModel(Described):
             InputError: a prompt or setting that cannot be used; nothing has run then.
         """
         check_keywords("setting of Decoding", settings, _DECODING, arguments_of(CompiledModel.generate))
+        asked = self.asked(prompts, Decoding.of(decoding, settings), input_ids, canvas, max_batch)
+        recorder = Recorder(keep=folder() is not None)
+        try:
+            generation = self.decode(asked, recorder, keep_kv=keep_kv, observer=observer, progress=progress)
+        except Exception as error:
+            failed = error
+            if self.captured.sharding is None:  # a bundle has the inputs of one rank, which does not run alone
+                offer(error, recorder, lambda: self.bundle_of(asked, recorder, failed))
+            raise
+        tokenizer, chosen = self.model.tokenizer, asked.decoding
+        if tokenizer is None:
+            return Result(None, generation.token_ids, generation.stats, generation.kv)
+        cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens) for ids in generation.token_ids]
+        return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
+
+    def asked(
+        self,
+        prompts: Prompts | None,
+        decoding: Decoding,
+        input_ids: Sequence[Sequence[int]] | Tensor | None,
+        canvas: Sequence[int | None] | Sequence[Sequence[int | None] | None] | None,
+        max_batch: int | None,
+    ) -> Asked:
+        """Arguments of `generate` as ids, for `decode`; raises what it does for them."""
         either(prompts, input_ids)
-        chosen = Decoding.of(decoding, settings).for_model(self.spec)
+        chosen = decoding.for_model(self.spec)
         if chosen.stop and self.model.tokenizer is None:
             raise InputError(
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
@@ -250,28 +275,74 @@ class CompiledModel(Described):
         ids = ids_of(input_ids)
         if prompts is not None:
             ids = encode_prompts(prompts, self.model.tokenizer, self.model.name)
-        tokenizer = self.model.tokenizer
+        return Asked(ids, chosen, canvases_of("" if is_single(prompts) else prompts, canvas), max_batch, prompts)
+
+    def decode(self, asked: Asked, recorder: Recorder, **how: Any) -> Generation:
+        """Run `BlockSession.generate` under a recorder, with its other arguments."""
+        tokenizer, chosen = self.model.tokenizer, asked.decoding
 
         def stopped(final: Sequence[int]) -> bool:
             assert tokenizer is not None
             return says_stop(tokenizer, final, chosen.stop, chosen.min_tokens)
 
         self._prepare([chosen])
-        with self._used_by("generate"), self.kernels.remembered():
-            generation = self._session.generate(
-                ids,
+        with self._used_by("generate"), self.kernels.remembered(), recorder.watching(self._session):
+            return self._session.generate(
+                asked.ids,
                 chosen,
-                canvases=canvases_of("" if is_single(prompts) else prompts, canvas),
-                max_batch=max_batch,
-                keep_kv=keep_kv,
-                observer=observer,
-                progress=progress,
+                canvases=asked.canvases,
+                max_batch=asked.max_batch,
                 stopped=stopped if tokenizer is not None and chosen.stop else None,
+                **how,
             )
-        if tokenizer is None:
-            return Result(None, generation.token_ids, generation.stats, generation.kv)
-        cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens) for ids in generation.token_ids]
-        return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
+
+    def bundle_of(
+        self,
+        asked: Asked,
+        recorder: Recorder,
+        error: Exception | None = None,
+        weights: bool = False,
+        text: bool = False,
+    ) -> Bundle:
+        """The bundle of the last call that a recorder saw; see `dgraph.bundles.bundle_of`."""
+        assert recorder.call is not None, "a program ran"
+        return bundle_of(
+            recorder.call,
+            asked,
+            model=self.model.name,
+            recipe=self.recipe,
+            captured=self.captured,
+            compilation={
+                "backend": self.compiler.backend,
+                "buckets": self.buckets.to_json(),
+                "graphs": self.graph_pool is not None,
+            },
+            error=error,
+            weights=weights,
+            text=text,
+        )
+
+    def program(self, phase: str, variant: str = "", decoding: Decoding | None = None) -> LoweredProgram:
+        """A program as requests with a decoding run it.
+
+        Args:
+            phase: its name.
+            variant: which of its forms; see `BlockSession.variants`.
+            decoding: of requests that need this form; it is lowered for them, unless that was done.
+
+        Raises:
+            UnknownName: no such phase or variant.
+        """
+        if decoding is not None:
+            self._prepare([decoding.for_model(self.spec)])
+        if variant not in ("", *self._session.variants):
+            raise UnknownName("variant of programs", variant, self._session.variants)
+        found = {**self.programs, **(self._session.variants[variant] if variant else {})}
+        if phase not in found:
+            raise UnknownName("phase", phase, found)
+        program = found[phase]
+        assert isinstance(program, LoweredProgram), "all of them are lowered here"
+        return program
 
     def engine(self, settings: EngineConfig | None = None, **keywords: Any) -> Engine:
         """An engine: requests that come and go, decoded together, each as it would be alone.
