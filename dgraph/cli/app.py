@@ -33,6 +33,8 @@ COMMANDS = {
     "match": "match:match",
     "compare": "parting:compare",
     "bisect": "parting:bisect",
+    "bundle": "bundle:bundle",
+    "replay": "bundle:replay",
     "compile": "compile:compile_",
     "calibrate": "calibrate:calibrate",
     "quantize": "quantize:quantize",
@@ -84,8 +86,8 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line and exit.
 
-        Exit codes: 0, 1 for a check of `doctor` or `bisect` that failed or a rank that died, 2 for bad input, 130 for
-        Ctrl-C.
+        Exit codes: 0, 1 for a check of `doctor` or `bisect` that failed, another result of `replay` or a rank that
+        died, 2 for bad input, 130 for Ctrl-C.
         """
         with _errors(), one_line_warnings():
             if sys.stdout is None:
@@ -103,7 +105,7 @@ def _errors() -> Iterator[None]:
         sys.exit(LOST)
     except DgraphError as error:
         if is_mine(error):
-            complain(str(error))
+            complain("\n".join([str(error), *getattr(error, "__notes__", ())]))
         sys.exit(BAD_INPUT)
     except UsageError as error:
         if not error.format_message():  # no command at all: the help has been printed

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.generate_data import generate_data, help_generate
 from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
@@ -29,8 +30,9 @@ REPLICAS = "Replicas"
 
 
 def generate(
+    context: typer.Context,
     model: given.Model,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    prompt: args.Prompt = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -47,38 +49,20 @@ def generate(
             show_default=False,
         ),
     ] = None,
-    prompt_file: Annotated[str | None, typer.Option(help="A file with a prompt per line; - for stdin.")] = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    prompt_file: args.PromptFile = None,
+    recipe: args.Recipe = "focus",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Length limit of a response.")] = 128,
-    threshold: Annotated[
-        float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Fixed steps per block, instead of --threshold.", show_default=False)
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="A decoding rule by name; see `dgraph policies`.", show_default=False)
-    ] = None,
-    block_length: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Sampling temperature; 0 takes the most likely token.", show_default="the policy's, or 0"),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample from the most likely tokens whose probabilities add up to this share.",
-            show_default="the policy's, or 1",
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None,
-        typer.Option(help="Sample from the K most likely tokens; 0 for all.", show_default="the policy's, or 0"),
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a response; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed for sampling.")] = 0,
+    max_new_tokens: args.MaxNewTokens = 128,
+    threshold: args.Threshold = None,
+    steps: args.Steps = None,
+    policy: args.Policy = None,
+    block_length: args.BlockLength = None,
+    temperature: args.Temperature = None,
+    top_p: args.TopP = None,
+    top_k: args.TopK = None,
+    stop: args.Stop = None,
+    seed: args.Seed = 0,
     max_batch: Annotated[
         int | None,
         typer.Option(help="Prompts decoded at a time.", show_default="all, or with --data 16, and 64 on a GPU"),
@@ -88,7 +72,7 @@ def generate(
     ] = False,
     replicas: Annotated[int, typer.Option(help="Number of actors, with --ray.", min=1, rich_help_panel=REPLICAS)] = 1,
     tp: given.Ranks = 1,
-    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
+    backend: args.Backend = "inductor",
     buckets: given.Buckets = None,
     check: given.Check = "",
     dtype: given.Dtype = None,
@@ -96,7 +80,7 @@ def generate(
     device: given.Device = None,
     fact: given.Facts = None,
     calibration: given.Calibration = None,
-    cache: Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")] = True,
+    cache: args.Cache = True,
     json: given.Json = False,
     html: Annotated[
         str | None,
@@ -116,6 +100,7 @@ def generate(
     import dgraph
     from dgraph import parallel
     from dgraph.blueprint import Blueprint
+    from dgraph.bundles import commanded
     from dgraph.recipes import RECIPES, build
     from dgraph.viewer import page_of
 
@@ -124,18 +109,7 @@ def generate(
         given.facts(fact, calibration),
         given.bucket_list(buckets),
     )
-    decoding = dgraph.Decoding(
-        max_new_tokens=max_new_tokens,
-        threshold=threshold,
-        steps=steps,
-        policy=policy,
-        block_length=block_length,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=stop or (),
-        seed=seed,
-    )
+    decoding = args.decoding_of(context.params)
     if not ray and replicas > 1:
         raise InputError("--replicas says how many actors --ray has; add --ray, or leave it out.")
     if ray and (tp > 1 or parallel.started()):
@@ -169,7 +143,7 @@ def generate(
         opened = mesh is not None or weights is not None
         found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), opened, **facts)
         build(RECIPES, recipe, found.spec, options)
-        _check(found, prompts, decoding, max_batch)
+        check_prompts(found, prompts, decoding, max_batch)
         optimized = dgraph.optimize(
             found,
             recipe,
@@ -186,8 +160,12 @@ def generate(
         def count(progress: Progress) -> None:
             tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
 
+        def bundled(step: int) -> str:
+            return args.command_line(context, "bundle", "--step", str(step), "--out", "bundle.zip")
+
         if html is None:
-            result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
+            with commanded(bundled):
+                result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
             texts, token_ids, counts = result.texts or [], result.token_ids, result.stats.to_json()
         else:
             texts, runs = _watched(optimized, prompts, decoding, max_batch, tell)
@@ -200,7 +178,7 @@ def generate(
         _print(prompts, texts, counts)
 
 
-def _check(model: Model, prompts: list[str], decoding: Decoding, max_batch: int | None) -> None:
+def check_prompts(model: Model, prompts: list[str], decoding: Decoding, max_batch: int | None) -> None:
     """Refuse prompts and settings that cannot be decoded before compiling, which takes a minute and writes to a cache.
 
     Raises:

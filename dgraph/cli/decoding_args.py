@@ -1,0 +1,83 @@
+"""Prompts, settings of decoding and of compilation: options of the commands that continue prompts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dgraph.runtime.decoding import Decoding
+
+Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")]
+PromptFile = Annotated[str | None, typer.Option(help="A file with a prompt per line; - for stdin.")]
+Recipe = Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Length limit of a response.")]
+Threshold = Annotated[
+    float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
+]
+Steps = Annotated[int | None, typer.Option(help="Fixed steps per block, instead of --threshold.", show_default=False)]
+Policy = Annotated[str | None, typer.Option(help="A decoding rule by name; see `dgraph policies`.", show_default=False)]
+BlockLength = Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Sampling temperature; 0 takes the most likely token.", show_default="the policy's, or 0"),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the most likely tokens whose probabilities add up to this share.",
+        show_default="the policy's, or 1",
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Sample from the K most likely tokens; 0 for all.", show_default="the policy's, or 0"),
+]
+Stop = Annotated[list[str] | None, typer.Option(help="A text that ends a response; may be repeated.")]
+Seed = Annotated[int, typer.Option(help="Random seed for sampling.")]
+Backend = Annotated[str, typer.Option(help="inductor, or eager to run op by op.")]
+Cache = Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")]
+
+
+def decoding_of(given: Mapping[str, Any]) -> Decoding:
+    """The settings of decoding among the values of a command.
+
+    Raises:
+        UnknownName, InputError: as `Decoding`.
+    """
+    from dataclasses import fields
+
+    from dgraph.runtime.decoding import Decoding
+
+    found = {field.name: given[field.name] for field in fields(Decoding) if field.name in given}
+    return Decoding(**{**found, "stop": found.get("stop") or ()})
+
+
+def command_line(context: typer.Context, name: str, *more: str) -> str:
+    """The command line of another command with the options that were given to this one, as far as it has them.
+
+    Args:
+        context: of this command, which ran with them.
+        name: of the other command.
+        more: options besides.
+    """
+    from dgraph.cli.app import Imported
+
+    known = {param.name for param in Imported()[name].params}
+    words = ["dgraph", name]
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if param.name not in known or source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params[str(param.name)]
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if param.param_type_name == "argument":
+                words.append(str(one))
+            elif isinstance(one, bool):
+                words.append((param.opts if one else param.secondary_opts)[0])
+            else:
+                words += [param.opts[0], str(one)]
+    return shlex.join([*words, *more])
