@@ -278,6 +278,8 @@ def _said(error: Exception) -> str:
 def _unlike(bundle: Bundle, optimized: CompiledModel) -> tuple[str, ...]:
     """Notes about a model that is not the recorded one."""
     notes: tuple[str, ...] = ()
+    if list(optimized.captured.history) != (passes := bundle.facts["model"]["passes"]):
+        notes += (f"the recorded model came after {', '.join(passes) or 'no pass'}; --weights stores weights anew",)
     if fingerprint(optimized.captured) != bundle.facts["model"]["weights"]:
         notes += ("the weights are not those that were recorded",)
     step = bundle.facts["step"]
