@@ -13,6 +13,7 @@ Tp = Annotated[
     int | None,
     typer.Option("--tp", help="Ranks to divide the model over first; what one of them has is shown.", show_default="1"),
 ]
+After = Annotated[str | None, typer.Option(metavar="PASS", help="Stop after this pass.", show_default=False)]
 Phase = Annotated[str, typer.Option(help="A phase of the recipe: step or prefill.")]
 
 
@@ -24,7 +25,7 @@ def dump(
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     phase: Phase = "step",
-    after: Annotated[str | None, typer.Option(metavar="PASS", help="Stop after this pass.", show_default=False)] = None,
+    after: After = None,
     layer: Annotated[int | None, typer.Option(help="Show this layer alone.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Write equal layers out instead of folding them.")] = False,
     tp: Tp = None,
@@ -70,6 +71,7 @@ def diff(
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     phase: Phase = "step",
+    after: After = None,
     tp: Tp = None,
     weights: given.Weights = None,
     fact: given.Facts = None,
@@ -81,13 +83,14 @@ def diff(
     \b
     dgraph diff tiny_sdar --from dense --to focus
     dgraph diff tiny_sdar --from captured --to dense --phase prefill
+    dgraph diff tiny_sdar --from dense --to focus --after CacheKV
     """
     from dgraph.text import views
     from dgraph.text.html import diff_to_html
 
     options, facts = given.shared_options((from_, to), option, kv_dtype), given.facts(fact)
     with status(f"capturing {model}"):
-        found = views.diff(model, from_, to, phase, facts, tp, weights, **options)
+        found = views.diff_of(model, from_, to, phase, after, options, facts, tp, weights)
     if html is not None:
         write_page(html, diff_to_html(found))
     if json:

@@ -7,6 +7,7 @@ of the cache key, and equal passes have equal configurations.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from dgraph.ir.matching import Matches
 from dgraph.plans.papers import Paper
 from dgraph.spec import ModelSpec
 from dgraph.types.nodes import where
+from dgraph.types.shapes import InputSpec
 
 
 class Effect(enum.Enum):
@@ -58,6 +60,8 @@ class Report:
         applied, skipped: places where it fired, and near misses.
         matches: number of matches of each pattern that it looked for, by name.
         nodes: number of calls before and after.
+        made, removed: number of calls that it made, and of those that it removed.
+        inputs: declarations of the run-time inputs that it added.
         seconds: host seconds of the rewrite and of its verification.
     """
 
@@ -68,6 +72,9 @@ class Report:
     skipped: list[Skipped] = field(default_factory=list)
     matches: dict[str, int] = field(default_factory=dict)
     nodes: tuple[int, int] = (0, 0)
+    made: int = 0
+    removed: int = 0
+    inputs: tuple[InputSpec, ...] = ()
     seconds: tuple[float, float] = (0.0, 0.0)
 
     def did(self, what: str, layer: int | None = None) -> None:
@@ -91,6 +98,17 @@ class Report:
                 self.skip(str(miss), miss.root)
         return found
 
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of the new inputs by the unit that they are per: "position", "row", "sequence x P"."""
+        found: dict[str, int] = {}
+        for spec in self.inputs:
+            sizes = [size for size in spec.shape[1:] if size != "page"]
+            unit = " x ".join([spec.per, *(size for size in sizes if isinstance(size, str))])
+            numbers = math.prod(size for size in sizes if isinstance(size, int))
+            found[unit] = found.get(unit, 0) + numbers * spec.dtype.itemsize
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
         return {
@@ -102,6 +120,9 @@ class Report:
             "matches": self.matches,
             "nodes_before": self.nodes[0],
             "nodes_after": self.nodes[1],
+            "nodes_made": self.made,
+            "nodes_removed": self.removed,
+            "input_bytes": self.memory,
             "seconds": {"rewrite": self.seconds[0], "verify": self.seconds[1]},
         }
 

@@ -47,7 +47,7 @@ def run_passes(
     reports = []
     for step in passes:
         report = Report(step.name, repr(step), step.effect)
-        before, written, count = Signature.of(graph), _computed(graph), len(graph.calls)
+        before, written, calls = Signature.of(graph), _computed(graph), graph.calls
         start = time.perf_counter()
         try:
             with read_only(_weights(graph), step.name, ahead=_from_outside(step)):
@@ -67,7 +67,10 @@ def run_passes(
             raise PassError(_applied_nowhere(report))
         graph.history += (repr(step),)
         verify(graph, step.name, before, step.signature, step.changes_weights)
-        report.nodes = (count, len(graph.calls))
+        now = graph.calls
+        report.nodes = (len(calls), len(now))
+        report.made, report.removed = len(set(now) - set(calls)), len(set(calls) - set(now))
+        report.inputs = tuple(spec for name, spec in graph.inputs.items() if spec not in before.inputs)
         report.seconds = (rewritten - start, time.perf_counter() - rewritten)
         reports.append(report)
         if observer is not None:

@@ -129,7 +129,7 @@ class Explanation(Described):
         for name, reports in self.reports.items():
             out += ["", f"phase {name}"]
             rows = [row for r in reports for row in _pass_rows(r)]
-            out += table(("pass", "effect", "calls", "ms", "applied"), rows, width=width)
+            out += table(("pass", "effect", "calls", "", "ms", "applied"), rows, width=width)
             stages = [_stage_row(stage) for stage in self.stages[name]]
             out += ["", *table(("stage", "rows", "regions", "opaque calls"), stages, width=width)]
         uses, compiled = sum(r.uses for r in self.regions), [r for r in self.regions if r.compiled]
@@ -211,14 +211,17 @@ def _stage_row(stage: StageUse) -> tuple[str, ...]:
 
 
 def _pass_rows(report: Report) -> list[tuple[str, ...]]:
-    """A pass in a table: where it applied and, below, where not and why."""
+    """A pass in a table: where it applied and, below, where not and why, and the memory of its inputs."""
     done = [_where(what, layers) for what, layers in _by_layers([(a.what, a.layer) for a in report.applied])]
     missed = [
         f"not: {_where(reason, layers)}" for reason, layers in _by_layers([(s.reason, s.layer) for s in report.skipped])
     ]
     calls, ms = f"{report.nodes[0]} -> {report.nodes[1]}", f"{1000 * sum(report.seconds):.0f}"
-    first, *others = [*done, *missed] or ["nowhere"]
-    return [(report.name, report.effect.value, calls, ms, first), *(("", "", "", "", other) for other in others)]
+    changes = f"+{report.made} -{report.removed}"
+    memory = ", ".join(f"{size:,} B per {unit}" for unit, size in report.memory.items())
+    first, *others = [*(done or ["nowhere"]), *missed, *([f"new inputs: {memory}"] if memory else [])]
+    top = (report.name, report.effect.value, calls, changes, ms, first)
+    return [top, *(("", "", "", "", "", other) for other in others)]
 
 
 def _by_layers(places: Sequence[tuple[str, int | None]]) -> list[tuple[str, list[int]]]:

@@ -59,11 +59,7 @@ def graph_of(
         CheckpointError, CaptureError: the model cannot be loaded or captured.
     """
     options = dict(options or {})
-    if after is not None and not isinstance(after, str):
-        raise InputError(
-            f"after is the name of a pass here, got {after!r}; a recipe's own option `after` goes into the recipe: "
-            f"recipe=dgraph.recipes.Vicinity(after={after!r})."
-        )
+    _names_pass(after)
     if isinstance(model, CompiledModel):
         if recipe is not None or options:
             raise InputError(f"this model is optimized by {model.recipe.name!r} already; leave recipe and options out.")
@@ -113,11 +109,13 @@ def diff(
     facts: Mapping[str, Any] | None = None,
     tp: int | None = None,
     weights: Weights = None,
+    after: str | None = None,
     **options: Any,
 ) -> Diff:
     """Difference between a phase of two recipes; prints as text. See `dgraph.diff`.
 
         print(dgraph.diff("tiny_sdar", from_="dense", to="focus"))
+        print(dgraph.diff("tiny_sdar", from_="captured", to="focus", after="PackRows"))
 
     Args:
         model: a `Graph`, or anything that `capture` takes.
@@ -125,8 +123,26 @@ def diff(
         phase: of both.
         facts: as for `capture`.
         tp, weights: ranks to divide the model over first, and how its weights are stored, see `graph_of`.
+        after: the pass after which to look at both; None for the end of the phase. An option of that name has to come
+            with a finished recipe.
         options: each goes to every one of the two recipes that has it.
     """
+    return diff_of(model, from_, to, phase, after, options, facts, tp, weights)
+
+
+def diff_of(
+    model: Any,
+    from_: RecipeLike,
+    to: RecipeLike,
+    phase: str,
+    after: str | None,
+    options: Mapping[str, Any],
+    facts: Mapping[str, Any] | None = None,
+    tp: int | None = None,
+    weights: Weights = None,
+) -> Diff:
+    """As `diff`, with the options as a mapping, which may have one of any name."""
+    _names_pass(after)
     for recipe in (from_, to):
         _known(recipe)
     named = [r for r in (from_, to) if isinstance(r, str) and r != CAPTURED]
@@ -137,11 +153,12 @@ def diff(
             raise unknown_keyword(kind, option, known, arguments_of(diff))
     graph = _captured(model, facts, tp, weights)
     graphs, names = [], []
+    place = phase if after is None else f"{phase} after {after}"
     for recipe in (from_, to):
         own = {k: v for k, v in options.items() if recipe in named and k in options_of(RECIPES[str(recipe)])}
-        graphs.append(graph_of(graph, recipe, phase, options=own))
+        graphs.append(graph_of(graph, recipe, phase, None if recipe == CAPTURED else after, own))
         names.append(
-            CAPTURED if recipe == CAPTURED else f"{recipe if isinstance(recipe, str) else recipe.name} {phase}"
+            CAPTURED if recipe == CAPTURED else f"{recipe if isinstance(recipe, str) else recipe.name} {place}"
         )
     return diff_graphs(graphs[0], graphs[1], (names[0], names[1]))
 
@@ -192,6 +209,15 @@ def _captured(model: Any, facts: Mapping[str, Any] | None, tp: int | None = None
         graph = graph.copy()
         run_passes(graph, steps)
     return graph
+
+
+def _names_pass(after: object) -> None:
+    """Refuse an option `after` of a recipe where the name of a pass is meant."""
+    if after is not None and not isinstance(after, str):
+        raise InputError(
+            f"after is the name of a pass here, got {after!r}; a recipe's own option `after` goes into the recipe: "
+            f"recipe=dgraph.recipes.Vicinity(after={after!r})."
+        )
 
 
 def _has_its_own(facts: Mapping[str, Any] | None) -> None:

@@ -160,6 +160,10 @@ def test_diff(run: Run, folder: Path) -> None:
     assert found["summary"]["by_pass"]["EvictTokens"]["added"] == 8
     assert "no difference" in run("diff", folder, "--phase", "prefill").stdout
     assert run("diff", folder, "--from", "captured", "--to", "dense").stdout.startswith("captured -> dense step")
+    assert run("diff", folder, "--after", "CacheKV").stdout.startswith("dense step after CacheKV and focus step after")
+    begun = run("diff", folder, "--from", "captured", "--after", "PackRows").stdout
+    assert begun.startswith("captured -> focus step after PackRows: calls ")
+    assert "unknown pass of this phase 'EvictTokens'" in run("diff", folder, "--after", "EvictTokens").stderr
 
 
 @pytest.mark.usefixtures("captured_once")

@@ -118,3 +118,23 @@ def test_bad_input(captured: Graph) -> None:
         explain_view(captured, "focus", "some")
     with pytest.raises(InputError, match="alpha must be at least 1"):
         explain_view(captured, "focus", alpha=0.5)
+
+
+def test_a_pass_says_what_it_made_and_the_memory_of_its_inputs(focus: Explanation, captured: Graph) -> None:
+    reports = {report.name: report for report in focus.reports["step"]}
+    packed, cached, evicted = reports["PackRows"], reports["CacheKV"], reports["EvictTokens"]
+    for report in reports.values():
+        assert report.nodes[1] - report.nodes[0] == report.made - report.removed
+    assert packed.made
+    assert packed.removed
+    spec = captured.spec
+    assert cached.memory == {
+        "position": 2 * spec.layers * spec.kv_heads * spec.head_dim * 4,
+        "sequence x P": 4,
+    }
+    assert {"reached", "block_step"} & {one.name for one in evicted.inputs}
+    line = f"new inputs: 4 B per sequence x P, {cached.memory['position']:,} B per position"
+    assert line in str(focus)
+    assert f"+{cached.made} -{cached.removed}" in str(focus)
+    (found,) = (p for p in focus.to_json()["phases"][1]["passes"] if p["pass"] == "CacheKV")
+    assert (found["nodes_made"], found["input_bytes"]) == (cached.made, cached.memory)

@@ -286,4 +286,7 @@ def test_unknown_names_in_a_view(captured: Graph) -> None:
 def test_the_package_has_the_views(captured: Graph) -> None:
     assert dgraph.dump(captured, "focus", layer=1) == dump_view(captured, "focus", layer=1)
     assert not dgraph.diff(captured, "dense", "dense")
+    assert not dgraph.diff(captured, "dense", "focus", after="CacheKV")
+    with pytest.raises(InputError, match="after is the name of a pass here, got 2"):
+        dgraph.diff(captured, "dense", "focus", after=2)  # type: ignore[arg-type]
     assert "phase prefill" in str(dgraph.explain(captured, "dense"))
