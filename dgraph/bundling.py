@@ -19,7 +19,6 @@ from dgraph.compiler.compiled_model import CompiledModel
 from dgraph.compiler.prompts import Prompts
 from dgraph.errors import FormatError, InputError
 from dgraph.families import embedded
-from dgraph.families.hub import is_id
 from dgraph.ir.graph import Graph
 from dgraph.ir.stored_graph import to_data
 from dgraph.lowering.buckets import Buckets
@@ -151,9 +150,9 @@ def replay(
 
         print(dgraph.replay("step.zip"))
 
-    A model that is given, or has a name in this installation, is rewritten by the recorded recipe: passes and kernels
-    are those of today. Else the recorded graph runs on the weights of the bundle. Without any weights an exception of
-    a program is looked for on random ones. No code of the file is run.
+    A model that is given, or an embedded one of the recorded name, is rewritten by the recorded recipe: passes and
+    kernels are those of today. Else the recorded graph runs on the weights of the bundle. Without any weights an
+    exception of a program is looked for on random ones. No code of the file is run.
 
     Args:
         path: of the bundle.
@@ -175,7 +174,7 @@ def replay(
     chosen = backend or how["backend"]
     if model is None and bundle.weights is None:
         name = bundle.facts["model"]["name"]
-        model = name if name in embedded() or is_id(name) else None
+        model = name if name in embedded() else None  # a file from elsewhere may not say what is fetched
     whole = bundle.error is not None and bundle.error["in"] == "loop"
     optimized = None
     if model is not None:

@@ -46,6 +46,16 @@ _FACTS, _GRAPH, _INPUTS, _OUTPUTS, _WEIGHTS = (
     "outputs.safetensors",
     "weights.safetensors",
 )
+_ENTRIES = {
+    "model": ("name", "weights", "passes"),
+    "recipe": ("recipe",),
+    "compilation": ("backend", "buckets", "graphs"),
+    "request": ("input_ids",),
+    "step": ("phase", "variant", "number", "rows"),
+    "error": ("type", "message", "in", "frames"),
+    "environment": (),
+}
+"""Entries of bundle.json, and of each; "error" may be null."""
 SAMPLE = 64
 """Elements of each weight by which two models are told apart."""
 
@@ -169,7 +179,9 @@ class Bundle(Described):
                 None if outputs is None else parse_safetensors(outputs, "outputs of this bundle"),
                 members.get(_WEIGHTS),
             )
-            _ = found.title, found.error, facts["request"]["input_ids"], facts["compilation"]["backend"]
+            for name, entries in _ENTRIES.items():
+                for entry in entries if facts[name] is not None or name != "error" else ():
+                    _ = facts[name][entry]
         return found
 
     def stored_graph(self) -> Graph:

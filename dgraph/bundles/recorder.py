@@ -68,8 +68,9 @@ class Recorder:
         session.variants = {name: self._watched(own, name) for name, own in variants.items()}
         try:
             yield
-        finally:
-            session.programs, session.variants = programs, variants
+        finally:  # another thread may have lowered a variant meanwhile
+            new = {name: own for name, own in session.variants.items() if name not in variants}
+            session.programs, session.variants = programs, {**variants, **new}
 
     def _watched(self, programs: Mapping[str, Program], variant: str = "") -> Mapping[str, Program]:
         lowered = ((name, program) for name, program in programs.items() if isinstance(program, LoweredProgram))
@@ -108,18 +109,20 @@ class _Watched:
 
     def __call__(self, inputs: Mapping[str, Tensor], rows: int) -> ProgramResult:
         """See `Program`. A prompt is prefilled so, and the forward without a prompt belongs to the step before it."""
-        return self._recorded(inputs, rows, lambda: self._program(inputs, rows))
+        ran = self._recorder.steps
+        number = ran if self._phase == "prefill" else max(ran - 1, 0)
+        return self._recorded(number, inputs, rows, lambda: self._program(inputs, rows))
 
     def bound(self, inputs: Mapping[str, Tensor]) -> Callable[[int], ProgramResult]:
         """See `Program`. Steps run so."""
         try:
             launch = self._program.bound(inputs)
         except Exception:
-            self._begin(inputs, len(inputs["input_ids"])).failed = True
+            self._begin(self._recorder.steps, inputs, len(inputs["input_ids"])).failed = True
             raise
 
         def run(rows: int) -> ProgramResult:
-            result = self._recorded(inputs, rows, lambda: launch(rows))
+            result = self._recorded(self._recorder.steps, inputs, rows, lambda: launch(rows))
             self._recorder.steps += 1
             if self._recorder.steps - 1 == self._recorder.last:
                 raise Stopped
@@ -127,14 +130,17 @@ class _Watched:
 
         return run
 
-    def _begin(self, inputs: Mapping[str, Tensor], rows: int) -> RecordedCall:
-        recorder, graph = self._recorder, self._program.graph
-        kept = {name: in_use(spec, inputs) for name, spec in graph.inputs.items() if recorder.keep and name in inputs}
-        recorder.call = RecordedCall(graph, self._phase, self._variant, recorder.steps, rows, kept)
-        return recorder.call
+    def _begin(self, number: int, inputs: Mapping[str, Tensor], rows: int) -> RecordedCall:
+        graph, kept = self._program.graph, dict[str, Tensor]()
+        if self._recorder.keep:
+            kept = {name: in_use(spec, inputs) for name, spec in graph.inputs.items() if name in inputs}
+        self._recorder.call = RecordedCall(graph, self._phase, self._variant, number, rows, kept)
+        return self._recorder.call
 
-    def _recorded(self, inputs: Mapping[str, Tensor], rows: int, run: Callable[[], ProgramResult]) -> ProgramResult:
-        call = self._begin(inputs, rows)
+    def _recorded(
+        self, number: int, inputs: Mapping[str, Tensor], rows: int, run: Callable[[], ProgramResult]
+    ) -> ProgramResult:
+        call = self._begin(number, inputs, rows)
         try:
             result = run()
         except Exception:

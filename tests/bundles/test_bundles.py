@@ -184,6 +184,22 @@ def test_without_weights_an_exception_is_looked_for_on_random_ones(
     assert not dgraph.replay(file).same
 
 
+def test_a_prefill_and_a_forward_without_a_prompt(broken_program: Callable[[int], None], tmp_path: Path) -> None:
+    """Each is a call of its own, which belongs to a step."""
+    one, guided = models(None, "sdar")[0], dgraph.Sampler(cfg_scale=1.0)
+    file, optimized = tmp_path / "broken.zip", one.optimized("dense")
+    broken_program(0)
+    made = dgraph.bundle(optimized, file, input_ids=prompts(one)[2:], max_new_tokens=4)
+    assert made.title.startswith("prefill before step 0 of ")
+    broken_program(0)
+    assert dgraph.replay(file, one.model).same
+    broken_program(5)  # a prefill with and without the prompt, a step with and without it, and one more
+    made = dgraph.bundle(optimized, file, input_ids=prompts(one)[2:], max_new_tokens=4, steps=4, sampler=guided)
+    assert (made.facts["step"]["phase"], made.facts["step"]["number"]) == ("step", 1)
+    broken_program(0)
+    assert dgraph.replay(file, one.model).same
+
+
 @pytest.mark.usefixtures("broken_loop")
 def test_an_exception_of_the_loop_comes_again(tiny: CompiledModel, tmp_path: Path) -> None:
     file = tmp_path / "loop.zip"
@@ -308,6 +324,8 @@ def test_a_damaged_bundle_is_refused(stored: Path, tmp_path: Path, change: Calla
         (lambda facts: facts.pop("dgraph bundle"), "this is no bundle"),
         (lambda facts: facts.update(model=3), "damaged"),
         (lambda facts: facts["compilation"].pop("backend"), "has no entry 'backend'"),
+        (lambda facts: facts.update(error={"type": "x"}), "has no entry 'message'"),
+        (lambda facts: facts.pop("environment"), "has no entry 'environment'"),
     ],
 )
 def test_a_bundle_of_another_form_is_refused(
