@@ -86,8 +86,8 @@ class Commands(TyperGroup):
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line and exit.
 
-        Exit codes: 0, 1 for a check of `doctor` or `bisect` that failed, another result of `replay` or a rank that
-        died, 2 for bad input, 130 for Ctrl-C.
+        Exit codes: 0; 2 for bad input, 130 for Ctrl-C. 1 is for a check of `doctor` or `bisect` that failed, another
+        result of `replay`, or a rank that died.
         """
         with _errors(), one_line_warnings():
             if sys.stdout is None:

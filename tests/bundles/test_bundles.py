@@ -216,10 +216,12 @@ def test_an_exception_of_the_loop_comes_again(tiny: CompiledModel, tmp_path: Pat
 @pytest.mark.usefixtures("broken_loop")
 def test_an_exception_offers_a_bundle(tiny: CompiledModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "mine.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "mine.py", raising=False)
     with pytest.raises(ValueError, match="the loop is broken") as caught:
         tiny.generate(TEXT, threshold=1.0)
     (note,) = caught.value.__notes__
-    assert note == f"A bug report needs the bundle of this step (step, 1): {FOLDER}=. {shlex.join(sys.orig_argv)}"
+    assert note == f"A bug report needs the bundle of this step (step, 1): {FOLDER}=. python mine.py"
     with commanded(lambda step: f"the command for {step}"), pytest.raises(ValueError) as caught:  # noqa: PT011
         tiny.generate(TEXT, threshold=1.0)
     assert caught.value.__notes__ == ["A bug report needs the bundle of this step (step, 1): the command for 1"]
