@@ -21,9 +21,9 @@ from dgraph.cli.options import shared_options
 from dgraph.compiler.compilation import Compilation
 from dgraph.engine.scheduling.jobs import Budgets
 from dgraph.engine.scheduling.schedulers import scheduler_of
-from dgraph.errors import DgraphWarning, InputError, PluginError, UnknownName
+from dgraph.errors import DgraphWarning, FormatError, InputError, PluginError, UnknownName
 from dgraph.families import resolve
-from dgraph.frontend.frozen import NotPlain, _target
+from dgraph.ir.stored_graph import _target
 from dgraph.ops import OPS
 from dgraph.passes import PASSES
 from dgraph.plans.regions import Suffix
@@ -297,9 +297,10 @@ def test_ops_are_imported_when_a_kept_graph_names_one(install: Install) -> None:
         "torch.library.custom_op('patience::wait', lambda x: x.clone(), mutates_args=(), schema=schema)\n"
     )
     install("patience", {"dgraph.ops": {"patience": "patience_methods"}}, source)
-    with pytest.raises(NotPlain, match=r"there is no op 'patience\.never\.default'"):
-        _target("patience.never.default")
-    assert str(_target("patience.wait.default")) == "patience.wait.default"
+    schema = "patience::wait(Tensor x) -> Tensor"
+    with pytest.raises(FormatError, match=r"there is no op 'patience\.never\.default'"):
+        _target("patience.never.default", schema)
+    assert str(_target("patience.wait.default", schema)) == "patience.wait.default"
     assert "wait" not in OPS
 
 

@@ -18,10 +18,12 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
+PARTS = "docs/guides/write-a-pass.md"
 BLOCKS = [
     pytest.param(code, id=f"{name} {place}")
     for name, text in TEXTS.items()
-    if name != "docs/write_a_method.md"  # a method whole, which tests/test_methods.py runs
+    if name
+    not in ("docs/write_a_method.md", PARTS)  # a method whole, which tests/test_methods.py runs; parts of passes
     for place, code in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
     if "openai" not in code  # tests/serve runs those that need a server
 ]
@@ -34,6 +36,18 @@ def test_python_blocks_run_and_answer(code: str, capsys: pytest.CaptureFixture[s
         pytest.skip(f"needs {' and '.join(lacking)}: pip install 'dgraph[smol]'")
     exec(compile(code, "README.md", "exec", dont_inherit=True), {"__name__": "__readme__"})
     assert capsys.readouterr().out.startswith("The capital of France is Paris" if english else "Sorted: ")
+
+
+def test_patterns_of_the_guide_meet_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *parts = re.findall(r"```python\n(.*?)```", TEXTS[PARTS], flags=re.DOTALL)
+    exec(compile(first, PARTS, "exec", dont_inherit=True), {"__name__": "__guide__"})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        [str(n), f"model.layers.{n}.mlp.gate_proj.weight"] for n in range(12)
+    ]
+    assert len(parts) == 2
+    for part in parts:  # of a pass, whose graph and report they name
+        compile(part, PARTS, "exec", dont_inherit=True)
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:

@@ -194,6 +194,26 @@ def check_gap(op: str, rows: int, gap: Tensor | None) -> None:
         )
 
 
+def check_ranges(
+    q: Tensor, k_cache: Tensor, gap: Tensor | None, own: Tensor | None, k: Tensor | None, v: Tensor | None
+) -> None:
+    """Refuse a gap that is no [N, 2], and own keys without their flags, or the other way round.
+
+    Raises:
+        InputError: naming what was given.
+    """
+    check_gap("paged_attention", len(q), gap)
+    want = torch.Size([len(q), k_cache.shape[2], q.shape[2]])
+    got = ["None" if x is None else f"{x.dtype} {list(x.shape)}" for x in (own, k, v)]
+    if {x is None for x in (own, k, v)} == {True}:
+        return
+    if own is None or k is None or v is None or own.shape != (len(q),) or {k.shape, v.shape} != {want}:
+        raise InputError(
+            f"dgraph::paged_attention: rows that see a key of their own take own bool[N] with k and v {list(want)}; "
+            f"give all three or none of them, got own={got[0]}, k={got[1]} and v={got[2]}."
+        )
+
+
 def hidden_keys(at: Tensor, limit: Tensor, origin: Tensor | None, window: int, gap: Tensor | None = None) -> Tensor:
     """Flag the keys at positions [..., K] that rows of limit, origin [..., R] and gap [..., R, 2] do not see.
 

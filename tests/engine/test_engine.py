@@ -265,7 +265,7 @@ def test_what_is_of_another_type_is_refused(served: Served, wrong: dict[str, Any
 
 def test_prompts_of_another_type_are_refused(served: Served) -> None:
     for prompts, message in (
-        (None, "got None"),
+        (None, "give either prompts"),
         (5, "got 5"),
         ([5, 6], "prompt 0 is 5, expected"),
         ([[1], 6], "prompt 1"),

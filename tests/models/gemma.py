@@ -157,7 +157,7 @@ def optimized(
     """The dense recipe on it, op by op; stops: tokens that end a response; rings: see `CacheKV`."""
     model = adopted(published(sharp, mixing))
     model = replace(model, spec=replace(model.spec, eos_ids=stops))
-    graph = from_data(_captured(), model.spec, weights_of(model.module, model.prefix))
+    graph = from_data(_captured(), weights_of(model.module, model.prefix), model.spec)
     recipe = build(RECIPES, "dense", model.spec, {"rings": rings})
     return CompiledModel(model, graph, recipe, RegionCompiler("eager"), Buckets.of("exact"))
 

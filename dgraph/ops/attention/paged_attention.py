@@ -12,7 +12,7 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
 from dgraph.ops.kv.scales import FLOAT8, check_scale, scaled, unscaled
-from dgraph.ops.padded import attend, check_gap, check_heads, check_window, hidden_keys, mask_of, padded_length
+from dgraph.ops.padded import attend, check_heads, check_ranges, check_window, hidden_keys, mask_of, padded_length
 from dgraph.ops.per_stage import per_stage
 from dgraph.ops.registry import Sample, define, numeric
 
@@ -75,26 +75,6 @@ def reference(
         found = attend(_filled_up(wide[s.rows])[None], keys, values, mask, blind, scale)
         out[s.rows] = found[0, : s.count].to(q.dtype)
     return out
-
-
-def check_ranges(
-    q: Tensor, k_cache: Tensor, gap: Tensor | None, own: Tensor | None, k: Tensor | None, v: Tensor | None
-) -> None:
-    """Refuse a gap that is no [N, 2], and own keys without their flags, or the other way round.
-
-    Raises:
-        InputError: naming what was given.
-    """
-    check_gap("paged_attention", len(q), gap)
-    want = torch.Size([len(q), k_cache.shape[2], q.shape[2]])
-    got = ["None" if x is None else f"{x.dtype} {list(x.shape)}" for x in (own, k, v)]
-    if {x is None for x in (own, k, v)} == {True}:
-        return
-    if own is None or k is None or v is None or own.shape != (len(q),) or {k.shape, v.shape} != {want}:
-        raise InputError(
-            f"dgraph::paged_attention: rows that see a key of their own take own bool[N] with k and v {list(want)}; "
-            f"give all three or none of them, got own={got[0]}, k={got[1]} and v={got[2]}."
-        )
 
 
 def _with_own(values: Tensor, own: Tensor, alone: Tensor) -> Tensor:

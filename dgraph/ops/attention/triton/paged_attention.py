@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dgraph.ops.attention.paged_attention import check_ranges
 from dgraph.ops.attention.triton import attention_float8, attention_roles
 from dgraph.ops.attention.triton.attention_shares import finished, shares_for
 from dgraph.ops.attention.triton.attention_tiling import Tiling, multiprocessors, tiling_for
 from dgraph.ops.kv.triton.scales import above, check_scales, halved, load_scales
-from dgraph.ops.padded import check_heads, check_window
+from dgraph.ops.padded import check_heads, check_ranges, check_window
 from dgraph.ops.triton.rows import dense_rows, offsets_block, power_of_two, sequence_at, start_of, wait
 from dgraph.ops.tuning import attention_shape, chosen
 
