@@ -51,7 +51,8 @@ def test_all_parts_are_measured_and_written(tmp_path: Path, capsys: pytest.Captu
     assert [row[0] for row in clients["rows"]] == [1, 2]
     floor = clients["columns"].index("floor %")
     assert all(row[floor] > 0 for row in clients["rows"])
-    assert [row[0] for row in offline["rows"]] == ["engine, static", "engine, look_ahead", "generate, batches of 2"]
+    assert [row[0] for row in offline["rows"]] == ["engine, static", "engine, look_ahead", "generate, batches of 1"]
+    assert offline["note"].startswith("6 requests at the start, 6 pages"), "of which the longest request may take 4"
     assert offline["rows"][0][offline["columns"].index("ratio")] == 1
     assert data["notes"] == []
     said = capsys.readouterr().out

@@ -29,6 +29,7 @@ class Growing(DecodeRule):
     first: int = 6
     by: int = 3
 
+    name: ClassVar[str] = "growing"
     traits: ClassVar[Traits] = Traits(extends=True)
 
     @property
