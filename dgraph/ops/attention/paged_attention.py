@@ -16,6 +16,9 @@ from dgraph.ops.padded import attend, check_heads, check_ranges, check_window, h
 from dgraph.ops.per_stage import per_stage
 from dgraph.ops.registry import Sample, define, numeric
 
+# Bound on the elements of a group's keys, 1 MiB in fp32, which a processor's cache holds; one sequence may take more.
+GROUP_KEYS = 1 << 18
+
 CONTRACT = """\
 Row i sees the cache positions [0, limit[i]) of its sequence, and of these, where there is a window, those after
 origin[i] - window: the row itself or its block begins at origin. Position p of sequence s lives at
@@ -59,85 +62,145 @@ def reference(
         check_scale("paged_attention", cache, by)
     out = q.new_zeros(q.shape)
     wide = q if k_scale is None else q.to(numeric(q.dtype))
-    for s in _sequences(page_table, cu_rows, limit, own, k_cache.shape[1], wide.dtype):
-        keys, values = (s.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
-        mask, blind = s.mask, None
-        ranges = origin is not None or gap is not None or own is not None
-        if mask is None or ranges:
-            end = _filled_up(limit[s.rows])[None]
-            since, two = (None if x is None else _filled_up(x[s.rows])[None] for x in (origin, gap))
-            hidden = hidden_keys(s.slots[None], end, since, window, two)
+    ranges = origin is not None or gap is not None or own is not None
+    for group in _groups(page_table, cu_rows, limit, own, k_cache.shape[1:], wide.dtype):
+        keys, values = (group.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
+        mask, blind = group.mask, None
+        if ranges or not group.alike:
+            end = group.of_rows(limit)
+            since, two = (None if x is None else group.of_rows(x) for x in (origin, gap))
+            hidden = hidden_keys(group.slots, end, since, window, two)
             if own is not None and k is not None and v is not None:
-                alone = _filled_up(own[s.rows])
-                hidden = torch.cat([hidden, ~torch.diag(alone)[None]], dim=2)
-                keys, values = (_with_own(x, y[s.rows], alone) for x, y in ((keys, k), (values, v)))
+                alone = group.of_rows(own)
+                hidden = torch.cat([hidden, ~torch.diag_embed(alone)], dim=2)
+                keys, values = (_with_own(x, group.of_rows(y), alone) for x, y in ((keys, k), (values, v)))
             mask, blind = mask_of(hidden, wide.dtype), hidden.all(dim=2) if ranges else end <= 0
-        found = attend(_filled_up(wide[s.rows])[None], keys, values, mask, blind, scale)
-        out[s.rows] = found[0, : s.count].to(q.dtype)
+        group.scatter(out, attend(group.of_rows(wide), keys, values, mask, blind, scale).to(q.dtype))
     return out
 
 
 def _with_own(values: Tensor, own: Tensor, alone: Tensor) -> Tensor:
-    """Append own keys or values [R, Hkv, D], filled up to the flags alone, to those of a sequence, [1, K, Hkv, D].
+    """Append own keys or values [g, R, Hkv, D], with their flags alone [g, R], to those of a group, [g, K, Hkv, D].
 
     They are zeros without their flag: they may hold NaN, which no mask hides.
     """
-    there = _filled_up(own).to(values.dtype).masked_fill(~alone[:, None, None], 0)
-    return torch.cat([values, there[None]], dim=1)
+    return torch.cat([values, own.to(values.dtype).masked_fill(~alone[:, :, None, None], 0)], dim=1)
 
 
 @dataclass(frozen=True)
-class _Sequence:
-    """Arguments of attention over one sequence, shared by all layers.
+class _Group:
+    """Sequences of one padded shape, shared by all layers.
 
     Attributes:
-        rows: its rows.
-        count: number of its rows.
-        pages: i64[n], pages of its first `length` positions, filled up to a number that depends on `length` alone.
-        length: number of positions that any of its rows sees.
-        slots: i64[K], the positions in those pages.
-        mask: [1, 1, K], see `attend`, if all rows see the same; else None, because it would take too much memory.
+        count: number g of sequences.
+        rows: their rows, R of each; a sequence with fewer repeats its first. A slice if they are each other's
+            neighbours and none is repeated, else i64[g * R].
+        live: places in [g * R] of the rows that are not repeated, i64[live]; None: all.
+        pages: i64[g * n], pages of the first positions of each, filled up to a number n that depends on the number of
+            positions that the sequence sees alone.
+        unseen: i64[u], the slots in those pages that no row of their sequence sees; they may hold NaN.
+        slots: i64[K], the positions in the n pages of a sequence.
+        alike: all rows of a sequence see the same.
+        mask: [g, 1, K], see `attend`, if they do, and a slot is unseen.
     """
 
-    rows: slice
     count: int
+    rows: slice | Tensor
+    live: Tensor | None
     pages: Tensor
-    length: int
+    unseen: Tensor | None
     slots: Tensor
+    alike: bool
     mask: Tensor | None
 
-    def taken(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Keys or values [1, K, Hkv, D] of the positions in those pages, in order and in `dtype` if there are scales.
+    def of_rows(self, values: Tensor) -> Tensor:
+        """values[N, ...] of the rows, [g, R, ...]."""
+        found = values[self.rows] if isinstance(self.rows, slice) else values.index_select(0, self.rows)
+        return found.unflatten(0, (self.count, -1))
 
-        They are zeros from `length` on.
+    def scatter(self, out: Tensor, values: Tensor) -> None:
+        """Write values[g, R, ...] of the rows to their places in `out`."""
+        found = values.flatten(0, 1)
+        if isinstance(self.rows, slice):
+            out[self.rows] = found
+        elif self.live is None:
+            out.index_copy_(0, self.rows, found)
+        else:
+            out.index_copy_(0, self.rows[self.live], found[self.live])
+
+    def taken(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Keys or values [g, K, Hkv, D] of the positions in those pages, in order and in `dtype` if there are scales.
+
+        They are zeros where no row sees them.
         """
         values = cache.index_select(0, self.pages).flatten(0, 1)
         if scale is not None:
             values = unscaled(values, scale.index_select(0, self.pages).flatten(0, 1), dtype)
-        if self.length < len(values):
-            values[self.length :] = 0  # unwritten slots may hold NaN, which no mask hides
-        return values[None]
+        if self.unseen is not None:
+            values.index_fill_(0, self.unseen, 0)
+        return values.unflatten(0, (self.count, -1))
 
 
 @per_stage
-def _sequences(
-    page_table: Tensor, cu_rows: Tensor, limit: Tensor, own: Tensor | None, page: int, dtype: torch.dtype
-) -> list[_Sequence]:
-    """Sequences with a row that sees at least one position, or a key of its own."""
-    starts, limits = cu_rows.tolist(), limit.tolist()
+def _groups(
+    page_table: Tensor, cu_rows: Tensor, limit: Tensor, own: Tensor | None, shape: torch.Size, dtype: torch.dtype
+) -> list[_Group]:
+    """Sequences with a row that sees at least one position, or a key of its own, by padded shape.
+
+    Args:
+        shape: (page, Hkv, D) of the caches. A group has at most `GROUP_KEYS` elements of keys, or one sequence.
+    """
+    starts, limits, page = cu_rows.tolist(), limit.tolist(), shape[0]
     alone = [False] * len(limits) if own is None else own.tolist()
-    found = []
+    alike: dict[tuple[int, int, bool, bool], list[tuple[int, int, list[int]]]] = {}
     for s, table in enumerate(page_table.tolist()):
-        rows = slice(starts[s], starts[s + 1])
-        ends = limits[rows]
+        ends = limits[starts[s] : starts[s + 1]]
         length = max([0, *ends])
-        if length == 0 and not any(alone[rows]):
+        if length == 0 and not any(alone[starts[s] : starts[s + 1]]):
             continue
-        pages = torch.tensor(_pages(table, length, page), device=limit.device)
-        slots = torch.arange(len(pages) * page, device=limit.device)
-        mask = mask_of((slots >= length)[None, None], dtype) if min(ends) == length else None
-        found.append(_Sequence(rows, len(ends), pages, length, slots, mask))
+        pages = _pages(table, length, page)
+        kind = padded_length(len(ends)), len(pages), min(ends) == length, length < len(pages) * page
+        alike.setdefault(kind, []).append((s, length, pages))
+    found = []
+    for (rows, n, same, unseen), members in alike.items():
+        most = max(1, GROUP_KEYS // (n * shape.numel()))
+        for at in range(0, len(members), most):
+            found.append(_group(members[at : at + most], starts, rows, n * page, same, unseen, limit.device, dtype))
     return found
+
+
+def _group(
+    members: list[tuple[int, int, list[int]]],
+    starts: list[int],
+    rows: int,
+    keys: int,
+    alike: bool,
+    unseen: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Group:
+    """Join members (sequence, length, pages) whose rows and keys are filled up to the same numbers."""
+    column, slots = torch.arange(rows, device=device), torch.arange(keys, device=device)
+    first = torch.tensor([starts[s] for s, *_ in members], device=device)[:, None]
+    ends = torch.tensor([starts[s + 1] for s, *_ in members], device=device)[:, None]
+    lengths = torch.tensor([length for _, length, _ in members], device=device)[:, None]
+    live = first + column < ends
+    index: slice | Tensor = torch.where(live, first + column, first).flatten()
+    whole = bool(live.all())
+    begin, end = starts[members[0][0]], starts[members[-1][0] + 1]
+    if whole and end - begin == len(members) * rows:
+        index = slice(begin, end)
+    hidden = slots >= lengths
+    return _Group(
+        count=len(members),
+        rows=index,
+        live=None if whole else live.flatten().nonzero()[:, 0],
+        pages=torch.tensor([page for _, _, pages in members for page in pages], device=device),
+        unseen=hidden.flatten().nonzero()[:, 0] if unseen else None,
+        slots=slots,
+        alike=alike,
+        mask=mask_of(hidden[:, None], dtype) if alike and unseen else None,
+    )
 
 
 def _pages(table: list[int], length: int, page: int) -> list[int]:
@@ -157,13 +220,7 @@ def _pages(table: list[int], length: int, page: int) -> list[int]:
             "dgraph::paged_attention: a row sees a position in a page that its sequence does not have (its "
             "page_table entry is negative). Assign and write every page below the limit first."
         )
-    return pages + [0] * (-(-padded_length(length, 64) // page) - len(pages))
-
-
-def _filled_up(values: Tensor) -> Tensor:
-    """Fill up the rows of a sequence to their padded number with copies of its first row."""
-    more = padded_length(len(values)) - len(values)
-    return torch.cat([values, values[:1].expand(more, *values.shape[1:])]) if more else values
+    return pages + [0] * (-(-padded_length(length) // page) - len(pages))
 
 
 def fake(q: Tensor, *rest: Any) -> Tensor:
@@ -174,8 +231,8 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     """Bytes that a call allocates beside its result.
 
     On a GPU: the shares that are added up if the keys of a sequence are divided. On a CPU: the keys and values of a
-    sequence and of the one before it; a sequence's rows before and after; and positions and mask of every sequence.
-    Rows with keys of their own take the keys and values of a sequence once more.
+    group of sequences and of the one before it; a group's results; and positions and mask of every sequence. Rows with
+    keys of their own take the keys and values of a group once more.
     """
     page, heads, width = k_cache.shape[1:]
     if device.type == "cuda":
@@ -184,13 +241,16 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         sizes = q.element_size(), k_cache.element_size()
         return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, *sizes, device)
     b, keys = page_table.shape[0], page_table.shape[1] * page
-    values, size = 4 * keys * heads * width + 2 * q.numel() // max(b, 1), q.element_size()
+    # A group is bounded by its keys; what one sequence needs may be more.
+    together = min(b, max(1, GROUP_KEYS // max(1, keys * heads * width)))
+    rows = together * q.numel() // max(b, 1)
+    values, size = 2 * min(2 * together, b) * keys * heads * width + rows, q.element_size()
     if rest[8:9] not in ((), (None,)):
-        values += 2 * (keys + q.shape[0] // max(b, 1)) * heads * width
-    if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a sequence's results in fp32, too
+        values += 2 * heads * width * together * (keys + q.shape[0] // max(b, 1))
+    if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a group's results in fp32, too
         size = max(size, 4)
-        values += keys * heads * width + q.numel() + q.numel() // max(b, 1)
-    return size * values + b * keys * (8 + size)
+        values += together * keys * heads * width + q.numel() + rows
+    return size * values + b * keys * (16 + size)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

@@ -68,7 +68,7 @@ def decode_candidates(
     entropy = torch.full_like(confidence, torch.inf)
 
     def decide(rows: Tensor, logits: Tensor) -> None:
-        found = decode_logits(logits, temperature[rows], seed[rows], suppress)
+        found = decode_logits(logits, temperature[rows], seed[rows], suppress, measure is None)
         token[rows], confidence[rows], margin[rows], entropy[rows] = found
         if measure is not None:
             measure(rows, logits, found.token)
@@ -114,7 +114,9 @@ class RowDecisions(NamedTuple):
     entropy: Tensor
 
 
-def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1) -> RowDecisions:
+def decode_logits(
+    logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int = -1, overwrite: bool = False
+) -> RowDecisions:
     """Choose a token for each row of logits, with its probability, and margin and entropy of its distribution.
 
     Args:
@@ -122,13 +124,15 @@ def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: i
         temperature: f32[R]; 0 takes the largest logit.
         seed: i64[R], one per row; the same seed gives the same draw.
         suppress: an id that is never produced (the mask token), or -1.
+        overwrite: the memory of `logits` may be used; a copy of a large vocabulary costs as much as its softmax.
     """
+    given, warm = logits, (temperature > 0).nonzero().squeeze(1)
     logits = logits.to(numeric(logits.dtype))
-    if suppress >= 0:
-        logits = logits.index_fill(1, torch.tensor([suppress], device=logits.device), -torch.inf)
-    warm = (temperature > 0).nonzero().squeeze(1)
-    if len(warm):
+    if not overwrite and logits is given:
         logits = logits.clone()
+    if suppress >= 0:
+        logits[:, suppress] = -torch.inf
+    if len(warm):
         logits[warm] /= temperature[warm, None].to(logits.dtype)
     token = best = logits.argmax(-1)
     if len(warm):
@@ -138,7 +142,7 @@ def decode_logits(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: i
     confidence = p.gather(1, token[:, None]).squeeze(1)
     largest = p.gather(1, best[:, None])
     # Where p is 0 the difference may be -inf, and their product would be no number. A logarithm of each p takes longer.
-    below = (logits - logits.gather(1, best[:, None])).clamp_(min=torch.finfo(torch.float32).min)
+    below = logits.sub_(logits.gather(1, best[:, None])).clamp_(min=torch.finfo(torch.float32).min)
     entropy = -(below.mul_(p).sum(-1) + largest.squeeze(1).log())
     second = p.scatter_(1, best[:, None], 0).amax(-1, keepdim=True)  # 0 of a vocabulary of one; topk takes longer
     return RowDecisions(token, confidence, (largest - second).squeeze(1), entropy)
@@ -190,15 +194,15 @@ def workspace(
     """Bytes of one chunk.
 
     On a GPU: its logits, its rows unless they are packed, and the weight if it is dequantised first
-    (`dgraph.ops.products.stored`). On a CPU: its logits, and two or three copies of them in fp32 (at temperature 0).
-    The third is for an id to suppress, or for logits in half precision.
+    (`dgraph.ops.products.stored`). On a CPU, at temperature 0: its logits, their softmax in fp32, and logits in half
+    precision in fp32.
     """
     rows = min(len(candidate), max_num_logits)
     logits = rows * len(weight)
     if device.type == "cuda":
         first = stored.workspace(device, h[:rows], weight)
         return first + h.element_size() * (logits + (0 if packed else rows * h.shape[1]))
-    copies = 3 if suppress >= 0 or h.dtype != numeric(h.dtype) else 2
+    copies = 1 if h.dtype == numeric(h.dtype) else 2
     return logits * (h.element_size() + copies * numeric(h.dtype).itemsize)
 
 

@@ -120,11 +120,15 @@ def fake(h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *res
 
 
 def workspace(device: torch.device, h: Tensor, *rest: Any) -> int:
-    """Bytes of one chunk: those of dgraph::lm_head; on a CPU with one more copy in fp32."""
-    weight, _, candidate = rest[:3]
-    logits = min(len(candidate), rest[5]) * len(weight)
-    more = 0 if device.type == "cuda" else logits * numeric(h.dtype).itemsize
-    return lm_head.workspace(device, h, *rest[:8]) + more
+    """Bytes of one chunk: those of dgraph::lm_head; on a CPU its logits, with three or four copies of them in fp32.
+
+    The fourth is for an id to suppress, or for logits in half precision.
+    """
+    if device.type == "cuda":
+        return lm_head.workspace(device, h, *rest[:8])
+    weight, _, candidate, _, _, most, suppress = rest[:7]
+    copies = 4 if suppress >= 0 or h.dtype != numeric(h.dtype) else 3
+    return min(len(candidate), most) * len(weight) * (h.element_size() + copies * numeric(h.dtype).itemsize)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
