@@ -19,6 +19,7 @@ from dgraph.lowering.instructions import single
 from dgraph.lowering.peephole import Fusion
 from dgraph.lowering.schedule import Call, Region
 from dgraph.ops import OPS
+from dgraph.ops.lm_head.lm_head import CACHED_LOGITS
 from dgraph.ops.statistics import ENTROPY, declare
 from dgraph.private.torch import StorageWatch, fake_mode
 from dgraph.testing.models import TinyModel, models
@@ -87,9 +88,9 @@ def test_logits_without_a_bound_are_those_of_all_rows() -> None:
     made = compiled("tiny_sdar", "dense")
     sizes = DummyStep(N, made.spec.block_length, 64, made.page_size).sizes
     vocabulary = made.spec.vocab
-    for rows in (N, N // 2):
+    for rows in (N, N // 2):  # half of them are as many as are decided together
         found = footprint(made.with_logit_rows(rows).programs["step"], sizes)
-        assert found.groups[HEAD] == 4 * N * 256 + N * (8 + 3 * 4) + rows * vocabulary * 4 * 2
+        assert found.groups[HEAD] == 4 * N * 256 + N * (8 + 3 * 4) + 4 * (rows * vocabulary + CACHED_LOGITS)
 
 
 def test_groups_are_told_by_where_a_node_stands(dense: CompiledModel) -> None:

@@ -34,6 +34,8 @@ may be no id.
 Deterministic. The chunk length may change the last bits of the logits, as it does for any matrix product."""
 
 MASK32 = 0xFFFFFFFF
+CACHED_LOGITS = 1 << 18
+"""Logits that are decided together on a CPU, 1 MiB in fp32."""
 
 
 def reference(
@@ -119,6 +121,8 @@ def decode_logits(
 ) -> RowDecisions:
     """Choose a token for each row of logits, with its probability, and margin and entropy of its distribution.
 
+    On a CPU a few rows are taken at a time, whose logits stay in its cache from one pass to the next.
+
     Args:
         logits: [R, V].
         temperature: f32[R]; 0 takes the largest logit.
@@ -126,6 +130,21 @@ def decode_logits(
         suppress: an id that is never produced (the mask token), or -1.
         overwrite: the memory of `logits` may be used; a copy of a large vocabulary costs as much as its softmax.
     """
+    together = _rows_together(logits)
+    if len(logits) <= together:
+        return _decode(logits, temperature, seed, suppress, overwrite)
+    given = (x.split(together) for x in (logits, temperature, seed))
+    parts = [_decode(*part, suppress, overwrite) for part in zip(*given, strict=True)]
+    return RowDecisions(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _rows_together(logits: Tensor) -> int:
+    """Rows of logits [R, V] that are decided together."""
+    rows, vocab = logits.shape
+    return rows if logits.device.type == "cuda" else max(1, CACHED_LOGITS // vocab)
+
+
+def _decode(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int, overwrite: bool) -> RowDecisions:
     given, warm = logits, (temperature > 0).nonzero().squeeze(1)
     logits = logits.to(numeric(logits.dtype))
     if not overwrite and logits is given:
@@ -194,8 +213,8 @@ def workspace(
     """Bytes of one chunk.
 
     On a GPU: its logits, its rows unless they are packed, and the weight if it is dequantised first
-    (`dgraph.ops.products.stored`). On a CPU, at temperature 0: its logits, their softmax in fp32, and logits in half
-    precision in fp32.
+    (`dgraph.ops.products.stored`). On a CPU, at temperature 0: its logits, and of the rows that are decided together
+    the softmax in fp32, and logits in half precision in fp32.
     """
     rows = min(len(candidate), max_num_logits)
     logits = rows * len(weight)
@@ -203,7 +222,8 @@ def workspace(
         first = stored.workspace(device, h[:rows], weight)
         return first + h.element_size() * (logits + (0 if packed else rows * h.shape[1]))
     copies = 1 if h.dtype == numeric(h.dtype) else 2
-    return logits * (h.element_size() + copies * numeric(h.dtype).itemsize)
+    together = min(rows, max(1, CACHED_LOGITS // len(weight))) * len(weight)
+    return logits * h.element_size() + together * copies * numeric(h.dtype).itemsize
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:
