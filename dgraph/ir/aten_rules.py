@@ -28,7 +28,7 @@ from dgraph.plugins import load_ops
 from dgraph.types.nodes import op_name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """The facts about an op.
 

@@ -8,7 +8,6 @@ Weights are inputs, never constants: a graph is a function of shapes alone, so e
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -412,8 +411,12 @@ class Graph(NodeList):
         other = Graph(self.spec, self.symbols)
         mapping: dict[Node, Node] = {}
         for node in self.fx.nodes:
-            mapping[node] = other.fx.node_copy(node, lambda n: mapping[n])
-            mapping[node].meta = copy.copy(node.meta)
+            # Arguments come after: torch looks for symbolic sizes in those that a node is made with.
+            made = mapping[node] = other.fx.create_node(node.op, node.target, name=node.name, type_expr=node.type)
+            made.args = torch.fx.map_arg(args_of(node), mapping.__getitem__)
+            if node.kwargs:
+                made.kwargs = torch.fx.map_arg(node.kwargs, mapping.__getitem__)
+            made.meta.update(node.meta)
         other.tensors, other.inputs = dict(self.tensors), dict(self.inputs)
         other.outputs, other.history = self.outputs, self.history
         other.sharding, other.divided = self.sharding, dict(self.divided)

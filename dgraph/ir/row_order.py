@@ -52,11 +52,11 @@ class Orders:
                 self._call(node)
 
     def _call(self, node: Node) -> None:
-        op = op_of(node.target)
+        op, read = op_of(node.target), node.all_input_nodes
         name = op.name if op is not None else ""
         if name in _LISTS:
             flags = args_of(node)[0]
-            self._one(node, node.all_input_nodes)
+            self._one(node, read)
             order = node.meta.get("rows") or f"{self.of.get(flags, ALL)} listed by {node.name}"
             self.lists[order] = node
             for part in _parts(node):
@@ -72,9 +72,9 @@ class Orders:
             own = [] if op is None else [a for a in op.values(op.own_rows, args_of(node)) if isinstance(a, Node)]
             if own:
                 self._some(node, own)
+                read = sorted(read, key=lambda arg: arg in own)
             elif op is None or not op.gathers:
-                self._one(node, node.all_input_nodes)
-            read = sorted(node.all_input_nodes, key=lambda arg: arg in own)
+                self._one(node, read)
             self._give(node, [self.of[arg] for arg in read if arg in self.of])
             if node.target is torch.ops.aten.masked_fill.Scalar and args_of(node)[0] in self.numbers:
                 self.numbers[node] = self.numbers[args_of(node)[0]]
@@ -156,12 +156,12 @@ def list_of(part: Node) -> Node | None:
     return made if op is not None and op.name == "list_kept" else None
 
 
-def broken_decision(graph: Graph) -> Iterator[str]:
+def broken_decision(orders: Orders) -> Iterator[str]:
     """Violations of a rule: decisions are over all rows of the step in their order, or over the rows in `kept`.
 
     The host commits a token by the number of its row: without `kept` it would take the tokens of other rows.
     """
-    orders, results = Orders(graph), graph.results()
+    results = orders.graph.results()
     decided = {name: orders.of[results[name]] for name in _DECISION if results.get(name) in orders.of}
     if not decided:
         return

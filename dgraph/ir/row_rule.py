@@ -73,10 +73,11 @@ def _said(symbols: Symbols, node: Node) -> str | None:
     op = op_of(node.target)
     rule = rule_of(node.target)
     key = (node.target, op, rule, symbols.key(args), symbols.key(node.meta["val"]))
-    if key not in symbols.rows:
+    said = symbols.rows.get(key, "")
+    if said == "":
         said = _of_torch(symbols, node, rule) if op is None or rule is not None else _of_op(symbols, node, op)
         symbols.rows[key] = said
-    return symbols.rows[key]
+    return said
 
 
 # -- ops of dgraph.ops -------------------------------------------------------------------------------------------

@@ -51,18 +51,29 @@ class Signature:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: its name, what it demands, and a check that yields one message per violation."""
+    """One rule.
+
+    Attributes:
+        name: name of the rule.
+        demands: the demand, for the message.
+        check: yields one message per violation.
+        reads: gives the view of a graph that the check reads; one view serves all rules that read it.
+    """
 
     name: str
     demands: str
-    check: Callable[[Graph], Iterable[str]]
+    check: Callable[[Any], Iterable[str]]
+    reads: Callable[[Graph], Any] = lambda graph: graph
 
 
 def reads_host(target: Any) -> bool:
     """True if an op reads a tensor's values on the host, or gives a result whose size depends on them."""
-    if not isinstance(target, OpOverload) or op_name(target) == "index":  # of a mask only, and that has no type
+    if not isinstance(target, OpOverload):
         return False
-    return op_name(target) == "is_nonzero" or bool(_HOST_TAGS & set(target.tags))
+    name = op_name(target)
+    if name == "index":  # of a mask only, and that has no type
+        return False
+    return name == "is_nonzero" or not _HOST_TAGS.isdisjoint(target.tags)
 
 
 def verify(
@@ -84,8 +95,11 @@ def verify(
     Raises:
         VerifyError: with every violation of the first rule that is broken.
     """
+    views: dict[Callable[[Graph], Any], Any] = {}
     for rule in RULES:
-        broken = list(rule.check(graph))
+        if rule.reads not in views:
+            views[rule.reads] = rule.reads(graph)
+        broken = list(rule.check(views[rule.reads]))
         if broken:
             raise VerifyError(
                 f"after {by}: rule '{rule.name}' ({rule.demands}) is broken:\n  " + "\n  ".join(broken[:5])
@@ -158,9 +172,9 @@ def _types(graph: Graph) -> Iterable[str]:
             return
 
 
-def _rows(graph: Graph) -> Iterable[str]:
+def _rows(orders: Orders) -> Iterable[str]:
     """No op but a gather, and one that has rows of its own, may read values over two row sets, or in two orders."""
-    return Orders(graph).broken
+    return orders.broken
 
 
 def _writes(graph: Graph) -> Iterable[str]:
@@ -285,8 +299,8 @@ RULES = (
     Rule("weights", "weight placeholders fit their tensors", _weights),
     Rule("inputs", "input placeholders fit their declarations", _inputs),
     Rule("host", "no host reads inside a stage", _host),
-    Rule("rows", "one row set per op, with its own offsets", _rows),
-    Rule("decision", "token, confidence and logits of all rows, or of those that kept numbers", broken_decision),
+    Rule("rows", "one row set per op, with its own offsets", _rows, Orders),
+    Rule("decision", "token, confidence, logits of all rows, or of those that kept numbers", broken_decision, Orders),
     Rule("partial sums", "what each rank has a share of is summed before anything but a sum reads it", broken_sums),
     Rule("types", "recorded types equal recomputed types", _types),
     Rule("requests", "no request depends on the rows, the state or the number of others", broken_rows),

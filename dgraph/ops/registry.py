@@ -44,7 +44,7 @@ class Sample:
     padded: tuple[Any, ...] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
     """An op, and all that is known about it. `define` makes one.
 
@@ -222,7 +222,8 @@ class Ops(dict[str, Op]):
 
 
 OPS = Ops()
-_OF_TARGET: dict[Any, Op] = {}
+_OF_TARGET: dict[int, Op] = {}
+"""Ops by the identity of overload and packet, which the ops hold: torch computes a hash of an overload in Python."""
 _ON_CUDA: dict[str, Callable[..., Any]] = {}
 
 
@@ -325,7 +326,7 @@ def register(op: Op) -> Op:
     if op.name in OPS:
         raise _taken(op.name)
     OPS[op.name] = op
-    _OF_TARGET[op.overload] = _OF_TARGET[op.overload.overloadpacket] = op
+    _OF_TARGET[id(op.overload)] = _OF_TARGET[id(op.overload.overloadpacket)] = op
     if op.kernel is not None:
         _ON_CUDA[op.name] = _cuda_call(op)
         torch.library.register_kernel(op.overload, "cuda", _ON_CUDA[op.name])
@@ -364,7 +365,7 @@ def launcher(op: Op, device: torch.device) -> Callable[..., Any]:
 
 def op_of(target: object) -> Op | None:
     """Op that a graph node has as its target, as overload or overload packet; None for other targets."""
-    return _OF_TARGET.get(target) if callable(target) else None
+    return _OF_TARGET.get(id(target))
 
 
 def numeric(dtype: torch.dtype) -> torch.dtype:

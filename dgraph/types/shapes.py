@@ -50,6 +50,8 @@ OFFSETS = "b+1"
 OWN = 1
 """The window of a cache of which each row reads its own position alone."""
 
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
+_UNKNOWN = object()
 _HINTS, _LARGE_HINTS = 5, 304
 """Places among the primes of the first hints, 11 and 2003. No two symbols ever compare equal by accident of theirs."""
 
@@ -224,7 +226,8 @@ class Symbols:
         self.rows: dict[Any, str | None] = {}
         self._sizes: dict[str, torch.SymInt] = {}
         self._texts: dict[Any, str] = {}
-        self._keys: dict[int, tuple[Tensor, Any]] = {}
+        self._keys: dict[int, tuple[Tensor, object]] = {}
+        self._types: dict[tuple[Any, ...], object] = {}
         self._row_sets: dict[int, tuple[Tensor, str | None]] = {}
         self._names: dict[tuple[Any, int], frozenset[str]] = {}
         self._shared: dict[tuple[Any, ...], Tensor] = {}
@@ -305,21 +308,25 @@ class Symbols:
 
     def key(self, value: Any) -> Any:
         """A hashable stand-in for arguments: types of tensors (a real one has none), values of everything else."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, value
+        if isinstance(value, (list, tuple)):
+            return (kind, *map(self.key, value))
         if isinstance(value, Tensor):
-            # Fake tensors are shared by all graphs of a model, and their sizes take long to read.
+            # Fake tensors are shared by all graphs of a model, and their sizes take long to read. One object stands for
+            # a type: keys are hashed for each call of each graph.
             known = self._keys.get(id(value))
             if known is None or known[0] is not value:
                 sizes = (*value.shape, *value.stride())
-                known = value, (type(value), value.dtype, value.device, value.dim(), *map(self.key, sizes))
-                self._keys[id(value)] = known
+                facts = (kind, value.dtype, value.device, value.dim(), *map(self.key, sizes))
+                known = self._keys[id(value)] = value, self._types.setdefault(facts, object())
             return known[1]
         if isinstance(value, torch.SymInt):
             return value.node.expr
-        if isinstance(value, (list, tuple)):
-            return (type(value).__name__, *map(self.key, value))
         if isinstance(value, dict):
             return tuple((k, self.key(v)) for k, v in value.items())
-        return (type(value).__name__, value)
+        return kind, value
 
     def row_set(self, value: Any) -> str | None:
         """The symbol of a value's leading dimension, if that is a set of rows (N, K, K1, ...)."""
@@ -391,9 +398,10 @@ class Evaluator:
             )
         # Layers are alike, so most calls have been typed before; a type is a function of op and argument types.
         key = (node.target, self.symbols.key(args), self.symbols.key(kwargs))
-        if key not in self.symbols.results:
-            self.symbols.results[key] = self._compute(node, args, kwargs, value_of)
-        return self.symbols.results[key]
+        known = self.symbols.results.get(key, _UNKNOWN)
+        if known is _UNKNOWN:
+            known = self.symbols.results[key] = self._compute(node, args, kwargs, value_of)
+        return known
 
     def _compute(self, node: torch.fx.Node, args: Any, kwargs: Any, value_of: Callable[[torch.fx.Node], Any]) -> Any:
         target: Any = node.target
