@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class RegionCompiler:
             self.reused += 1
             return self._functions[text]
         if self.backend == "eager" or _is_one_kernel(region):
-            function: RegionFunction = _module(graph, region, typed=False).forward
+            function: RegionFunction = _op_by_op(graph, region, text).forward
         else:
             count = len(self._functions) + 1
             inputs = [n.meta["val"] for n in region.inputs]
@@ -76,6 +77,17 @@ class RegionCompiler:
                 self.unstored.append(text)
         self._functions[text] = function
         return function
+
+
+def _op_by_op(graph: Graph, region: Region, text: str) -> torch.fx.GraphModule:
+    """A region as a module that runs it op by op; programs share those of equal texts, as long as one has them."""
+    key = text, _inlined(region)
+    if (module := _OP_BY_OP.get(key)) is None:
+        module = _OP_BY_OP[key] = _module(graph, region, typed=False)
+    return module
+
+
+_OP_BY_OP: WeakValueDictionary[tuple[str, tuple[Callable[..., Any], ...]], torch.fx.GraphModule] = WeakValueDictionary()
 
 
 def _is_one_kernel(region: Region) -> bool:
