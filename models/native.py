@@ -54,10 +54,9 @@ PREFIX = "model."
 
 @contextlib.contextmanager
 def _attention_by_dgraph(model: Any) -> Iterator[None]:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
+    AttentionInterface.register(_NAME, _attention)  # transformers makes masks only for names with a mask function
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
     try:
