@@ -92,8 +92,20 @@ def gguf_file() -> Path:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fields of a GGUF file, and its tensors in float32, by its own names."""
     import gguf
+    import numpy as np
 
-    reader = gguf.GGUFReader(path)
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        """A reader over a plain array: it makes a view of each token and merge, which takes long of a memory map."""
+
+        @property
+        def data(self) -> Any:
+            return self._plain
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._plain = np.asarray(mapped)
+
+    reader = Reader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {t.name: torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()) for t in reader.tensors}
     return fields, tensors
