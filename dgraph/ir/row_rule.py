@@ -72,7 +72,7 @@ def _said(symbols: Symbols, node: Node) -> str | None:
     args = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     op = op_of(node.target)
     rule = rule_of(node.target)
-    key = (node.target, op, rule, symbols.key(args), symbols.key(node.meta["val"]))
+    key = (node.target if op is None else op, rule, symbols.key(args), symbols.key(node.meta["val"]))
     said = symbols.rows.get(key, "")
     if said == "":
         said = _of_torch(symbols, node, rule) if op is None or rule is not None else _of_op(symbols, node, op)
