@@ -80,6 +80,8 @@ class EngineConfig:
             layers with a window let keys go (see `CacheKV`).
         queue: requests that may wait; None for any number.
         block_length: tokens that are denoised together; default the model's.
+        open_blocks: blocks of a request that may be open together, at most; requests say how many of them are
+            (`Decoding.open_blocks`). Default: those of `decoding`.
         decoding: how most requests will be decoded. On a GPU the code between their steps is compiled before the pool
             takes the memory; other requests work as well.
         record: record the CUDA graphs that such requests can need before the engine opens, so that none waits while
@@ -103,12 +105,13 @@ class EngineConfig:
     prefix_cache: bool | None = None
     queue: int | None = None
     block_length: int | None = None
+    open_blocks: int | None = None
     decoding: Decoding | None = None
     record: bool = False
 
     def __post_init__(self) -> None:
         counts = ("max_sequences", "max_tokens", "max_batched_rows", "max_logit_rows", "kv_bytes", "queue")
-        for name in (*counts, "usual_prompt", "block_length"):
+        for name in (*counts, "usual_prompt", "block_length", "open_blocks"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError(f"{name} must be a whole number, at least 1, got {value!r}.")
@@ -174,6 +177,9 @@ def build_core(
     """
     spec, kind = session.spec, session.device.type
     block, slots = settings.block_length or spec.block_length, settings.slots(kind)
+    decoding = (settings.decoding or Decoding()).for_model(spec, block)
+    open = settings.open_blocks or decoding.open_blocks
+    own = 2 * block * open
     room = room_of(spec, block)
     if room < 2:
         raise InputError(
@@ -185,9 +191,11 @@ def build_core(
         raise InputError(f"max_tokens={tokens} is more than the {spec.max_positions} positions of {spec.family}.")
     tokens = min(tokens, room)
     causal = spec.attention == "block_causal"
-    rows = settings.max_batched_rows or max(ROWS if causal else PROMPT_ROWS.get(kind, ROWS), tokens, 2 * block)
-    if rows < 2 * block:
-        raise InputError(f"max_batched_rows={rows} is less than two blocks of {block}, which a step may need.")
+    rows = settings.max_batched_rows or max(ROWS if causal else PROMPT_ROWS.get(kind, ROWS), tokens, own)
+    if rows < own:
+        raise InputError(
+            f"max_batched_rows={rows} is less than {own // block} blocks of {block}, which a step of a request may need."
+        )
     kv_bytes, costs = settings.kv_bytes, None
     if kv_bytes is None and kind == "cuda":
         found = profiled(rows, slots)
@@ -204,18 +212,17 @@ def build_core(
             f"positions let keys behind it go, so prompts cannot share theirs; leave it out."
         )
     mixed = MIXED_ROWS if settings.max_mixed_rows is None else settings.max_mixed_rows
-    mixed = min(mixed, rows - 2 * block) if session.mixes else 0
-    decoding = (settings.decoding or Decoding()).for_model(spec, block)
+    mixed = min(mixed, rows - own) if session.mixes else 0
     prepare([decoding])
     session.declare(decoding)
-    longest, usual = _longest(tokens, spec), _usual(settings, session, tokens, decoding)
+    longest, usual = _longest(tokens, spec, open), _usual(settings, session, tokens, decoding)
     whole = causal and session.paged
     by_block = settings.pages == "block" and whole
     sizes = pool_sizes(session, slots, longest, usual, block, kv_bytes or CPU_BYTES, by_block, mixed)
     budgets = Budgets(rows, slots, sizes.pages, sizes.rings, sizes.entries)
     scheduler = Scheduler(budgets, settings.scheduler, queue=settings.queue, costs=costs)
-    columns = -(-(tokens + (0 if spec.aligned else block)) // block) * block
-    shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows, mixed)
+    columns = -(-(tokens + (open - spec.aligned) * block) // block) * block
+    shape = Shape(slots, columns, session.kv.pages_for(columns), block, rows, mixed, open)
     alike = block if spec.aligned else 1
     shares = whole and not session.lasting and not session.kv.windows and settings.prefix_cache is not False
     prefix = PrefixCache(session.kv, alike) if shares else None
@@ -239,10 +246,11 @@ def build_core(
     )
 
 
-def _longest(tokens: int, spec: ModelSpec) -> list[Request]:
+def _longest(tokens: int, spec: ModelSpec, open: int) -> list[Request]:
     """Requests of `tokens` positions: one with most of a prompt, one with most of a response."""
     ids = [spec.mask_id] * (tokens - 1)
-    return [Request(ids[:count], Decoding(max_new_tokens=tokens - count)) for count in {tokens - 1, 1}]
+    prompts = (ids[:count] for count in {tokens - 1, 1})
+    return [Request(one, Decoding(max_new_tokens=tokens - len(one), open_blocks=open)) for one in prompts]
 
 
 def _usual(settings: EngineConfig, session: BlockSession, tokens: int, decoding: Decoding) -> Request | None:

@@ -77,7 +77,7 @@ class EngineCore:
         self.totals, self.stages = Totals(), StageCounts()
         self._batch: Batch | None = None
         self._decodings: list[Decoding] = []
-        self._script = Transcripts(shape.slots, shape.columns, shape.block)
+        self._script = Transcripts(shape.slots, shape.columns, shape.width)
         self._orders: list[int] | None = None
         self._told: _Told | None = None
         self._resumes = by_block and session.recommit and not session.lasting
@@ -85,9 +85,9 @@ class EngineCore:
     @property
     def max_tokens(self) -> int:
         """Positions that a request can have, prompt and response together, in the model and in the pool of keys."""
-        session, block = self.session, self.shape.block
+        session, block, open = self.session, self.shape.block, self.shape.open
         spec, budgets = session.spec, self.scheduler.budgets
-        found = min(self.shape.columns - (0 if spec.aligned else block), room_of(spec, block))
+        found = min(self.shape.columns - (open - spec.aligned) * block, room_of(spec, block))
         if not session.paged:  # it keeps pages of a part of the keys alone
             return found
         held = budgets.pages * session.kv.page_size // block * block
@@ -268,14 +268,15 @@ class EngineCore:
         return policy_key(kind_of(chosen.rule)), sampler.temperature > 0, sampler.needs_logits
 
     def _extend(self, batch: Batch) -> None:
-        """Get pages for the block that each sequence may be in after the next step.
+        """Get pages for the blocks that each sequence may forward after the next step.
 
         The youngest request gives way if there are too few.
         """
         for ticket in sorted((t for t in self.tickets.values() if t.slot >= 0), key=lambda t: t.number):
             while ticket.slot >= 0:
                 try:
-                    batch.extend(ticket.slot, batch.running[ticket.slot].start + 2 * self.shape.block)
+                    one = batch.running[ticket.slot]
+                    batch.extend(ticket.slot, one.request.reach(one.start, self.shape.block))
                     break
                 except PoolFull:
                     victim = self.scheduler.victim()
@@ -294,7 +295,9 @@ class EngineCore:
             # With tokens that are fixed in later blocks, a model of two modes begins these elsewhere after a prompt.
             lasts = any(each.lasts == "sequence" for each in carries_of(now.decoding.rule))
             begins_elsewhere = self.session.spec.two_modes and any(token is not None for token in now.canvas)
-            if one.start > len(now.ids) and not begins_elsewhere and not lasts:
+            # With several open blocks, those after it are partly decoded by then.
+            alone = now.decoding.open_blocks == 1
+            if one.start > len(now.ids) and alone and not begins_elsewhere and not lasts:
                 # A block that begins with the token of the forward before it begins with that forward again.
                 steps = one.began - 1 if self.session.spec.next_token else one.began
                 again = now.after(self._script.tokens(slot, len(now.ids), one.start), steps, one.end)
@@ -424,13 +427,13 @@ class EngineCore:
             ticket.sink(self._event(ticket, text, final, draft))
 
     def _draft(self, ticket: EngineRequest, report: Report) -> Draft | None:
-        """The block as a step left it; None if the request wants no drafts, or has been told of that step."""
+        """The open blocks as a step left them; None if the request wants no drafts, or has been told of that step."""
         slot, request, step = ticket.slot, ticket.request, int(report.counter[ticket.slot])
         if not ticket.draft or step <= ticket.drafted:
             return None
         ticket.drafted, start = step, int(report.shown_start[slot])
         first = max(start, len(request.ids))
-        at = slice(first - start, min(self.shape.block, int(report.end[slot]) - start))
+        at = slice(first - start, min(self.shape.width, int(report.end[slot]) - start))
         shown, sure, kept = (tuple(each[slot, at].tolist()) for each in (report.shown, report.confidence, report.kept))
         return Draft(first - len(request.ids), shown, sure, kept, step)
 

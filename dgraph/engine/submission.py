@@ -63,6 +63,12 @@ class RequestSpec:
                 f"with that block_length, or leave it out.",
                 field="block_length",
             )
+        if chosen.open_blocks > core.shape.open:
+            raise InputError(
+                f"this engine opens up to {core.shape.open} blocks of a request, got open_blocks={chosen.open_blocks}; "
+                f"make an engine with that many (EngineConfig.open_blocks), or ask for fewer.",
+                field="open_blocks",
+            )
         if chosen.sampling.cfg_scale > 0:
             raise InputError(
                 f"cfg_scale={chosen.sampling.cfg_scale} runs every step twice, which an engine does not; use "

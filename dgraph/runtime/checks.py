@@ -267,6 +267,49 @@ def check_modes(spec: ModelSpec, policy: Policy, sampler: Sampler) -> None:
         )
 
 
+def check_open_blocks(
+    spec: ModelSpec, chosen: Decoding, step: Program, block_cache: str, plan: RowPlan | None, packed: bool
+) -> None:
+    """Refuse several open blocks where the model, the rule or the step program takes one.
+
+    packed: the session keeps packed keys.
+
+    Raises:
+        InputError: they do not go together.
+    """
+    rule, asked = chosen.rule, f"open_blocks={chosen.open_blocks}"
+    if chosen.open_blocks == 1:
+        return
+    if spec.attention != "block_causal" or spec.two_modes:
+        why = (
+            "rows see the whole canvas, so that each block has all keys from the start"
+            if spec.attention == "bidirectional"
+            else "a finished block is encoded in a forward of its own, which the next block begins with"
+        )
+        raise InputError(
+            f"{asked}: several blocks of {spec.family} cannot be open, since {why}. Use a block-causal model that "
+            f"encodes and denoises in one forward, such as SDAR or LLaDA2, or open_blocks=1.",
+            field="open_blocks",
+        )
+    if not traits_of(rule).holds_back:
+        raise InputError(
+            f"{asked}: {type(rule).__name__} commits something in every block, also ahead of one that is far from "
+            f"done. Use a threshold, or a rule with the trait holds_back.",
+            field="open_blocks",
+        )
+    others = {
+        "evicts rows by the statistics of one block": "kept" in step.output_names,
+        f"leaves rows out (block_cache={block_cache!r})": block_cache != "off",
+        f"counts the steps of one block ({plan})": plan is not None,
+        "packs the keys around one block": packed,
+        "carries states from step to step": any(one.carried for one in step.inputs.values()),
+    }
+    if found := [what for what, there in others.items() if there]:
+        raise InputError(
+            f"{asked}: this recipe {' and '.join(found)}; use 'dense', or open_blocks=1.", field="open_blocks"
+        )
+
+
 def check_request(
     spec: ModelSpec,
     prompts: Sequence[Sequence[int]],

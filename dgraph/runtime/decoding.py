@@ -35,6 +35,11 @@ class Decoding:
         policy: a decoding rule by name ("dream_entropy", "llada2.0"; `dgraph policies` lists them), which threshold and
             steps then set options of, or one that you made. It may bring a sampler along: those of Dream do (top_k 50).
         block_length: rows denoised together; None for the model's, the value that it was trained with.
+        open_blocks: blocks of a response that are decoded together, at most (MultiBD, arXiv 2606.29215; D2F, arXiv
+            2508.09192), by a block-causal model. 1: each block begins when the one before it is done. See open_at.
+        open_at: share of a block's positions, in [0, 1], that are decided when the next block opens.
+        sure_at: share of a block's positions, in [0, 1], that are decided when the next block must commit a token in
+            each step. Before that it commits only tokens of which the rule is sure.
         temperature: 0 takes the most likely token; above, tokens are drawn. None for the policy's, or 0.
         top_p, top_k: draw from the most likely tokens only (1 and 0: from all). None for the policy's, or all.
         sampler: instead of the three above and of the policy's, everything about how tokens are taken from logits:
@@ -55,6 +60,9 @@ class Decoding:
     steps: int | None = None
     policy: str | Policy | None = None
     block_length: int | None = None
+    open_blocks: int = 1
+    open_at: float = 0.1
+    sure_at: float = 0.9
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -67,10 +75,14 @@ class Decoding:
     def __post_init__(self) -> None:
         check_stops(self.stop)
         object.__setattr__(self, "stop", tuple(self.stop))
-        for name in ("max_new_tokens", "block_length"):
+        for name in ("max_new_tokens", "block_length", "open_blocks"):
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= 1):
                 raise InputError(f"{name} must be at least 1, got {value!r}.", field=name)
+        for name in ("open_at", "sure_at"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise InputError(f"{name} is a share of a block's positions in [0, 1], got {value!r}.", field=name)
         if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_new_tokens):
             raise InputError(
                 f"min_tokens must be from 0 to max_new_tokens ({self.max_new_tokens}), got {self.min_tokens!r}; lower "

@@ -95,6 +95,17 @@ class Request:
         """Positions of its prompt and of its whole response."""
         return len(self.ids) + self.decoding.max_new_tokens
 
+    def step_rows(self, block: int, spec: ModelSpec) -> int:
+        """See `step_rows`."""
+        return step_rows(block * self.decoding.open_blocks, spec)
+
+    def reach(self, start: int, block: int) -> int:
+        """End of the blocks that may be open after the next step, while the current one begins at `start`.
+
+        Beyond the blocks that were open at most one opens in a step.
+        """
+        return start + (1 + self.decoding.open_blocks) * block
+
     @property
     def stops_from(self) -> int:
         """The position from which on a stop token ends it."""
@@ -149,6 +160,7 @@ class Shape:
         block: columns of a block.
         most_rows: rows of a step at most; None for no limit.
         mixed: rows of prompts among these at most, over all sequences.
+        open: blocks of a sequence that may be open together.
     """
 
     slots: int
@@ -157,6 +169,12 @@ class Shape:
     block: int
     most_rows: int | None = None
     mixed: int = 0
+    open: int = 1
+
+    @property
+    def width(self) -> int:
+        """Columns of the blocks of a sequence that may be open together."""
+        return self.block * self.open
 
 
 @dataclass(frozen=True)
@@ -189,12 +207,13 @@ def prefilled_positions(request: Request, block: int, spec: ModelSpec) -> int:
     return known - left
 
 
-def step_rows(block: int, spec: ModelSpec) -> int:
+def step_rows(width: int, spec: ModelSpec) -> int:
     """Rows that a step of a block-causal model forwards for one sequence, at most.
 
-    They are the rows of a block. A model without two modes also forwards those of the block before it, to commit them.
+    They are the `width` rows of open blocks. A model without two modes also forwards as many before them, to commit
+    blocks that are done.
     """
-    return block if spec.two_modes else 2 * block
+    return width if spec.two_modes else 2 * width
 
 
 def positions(request: Request, block: int, spec: ModelSpec) -> int:
@@ -209,10 +228,10 @@ def positions(request: Request, block: int, spec: ModelSpec) -> int:
 def first_positions(request: Request, block: int, by_block: bool, spec: ModelSpec) -> int:
     """KV positions that a request takes when it is admitted.
 
-    by_block: only those of its known tokens and up to two more blocks, in whole blocks.
+    by_block: only those of its known tokens and of the blocks that the first two steps forward.
     """
     whole = positions(request, block, spec)
-    return min(whole, (len(request.known) // block + 2) * block) if by_block else whole
+    return min(whole, request.reach(len(request.known) // block * block, block)) if by_block else whole
 
 
 def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tuple[int, ...]:
@@ -221,7 +240,7 @@ def ring_pages(request: Request, block: int, spec: ModelSpec, kv: KVStore) -> tu
     if spec.attention != "block_causal":
         return kv.ring_pages(whole, whole)  # its steps forward all of it
     prompt = prefilled_positions(request, block, spec)
-    return kv.ring_pages(whole, step_rows(block, spec), prompt if part is None else min(part, prompt))
+    return kv.ring_pages(whole, request.step_rows(block, spec), prompt if part is None else min(part, prompt))
 
 
 def kept_candidates(request: Request, plan: KVPlan) -> int:

@@ -172,8 +172,8 @@ class StepRecord:
         prompts: i64[b], indices of the batch's prompts among all prompts of the call.
         sequence: i64[N], index of each row's prompt among all prompts.
         input_ids, positions i64[N]; limit i32[N]; candidate bool[N]: the forwarded rows, see `StepRows`.
-        start, column: i64[N], start of the block of each row's sequence, and the column of it that the row predicts;
-            below 0: none, B: the position after the block.
+        start, column: i64[N], start of the block of each row's sequence, and the column from there that the row
+            predicts; below 0: none, W: the position after the open blocks.
         origin: i32[N], start of each row or of its block; None for models whose rows see no window.
         added: bool[N], rows that the plan adds; None unless it does.
         kept: bool[N], rows that reached the last stage.
@@ -228,7 +228,7 @@ class StepRecord:
     ) -> StepRecord:
         """Record state and rows (without padding) as they were before the step, and their results.
 
-        committed: bool[b, B + 1] as `DecodeState.apply` returned it.
+        committed: bool[b, W + 1] as `DecodeState.apply` returned it.
         """
 
         def copy(value: Tensor) -> Tensor:  # a program may overwrite its outputs in the next step
@@ -247,7 +247,7 @@ class StepRecord:
             limit=copy(rows.limit),
             candidate=copy(rows.candidate),
             start=copy(state.start[rows.sequence]),
-            column=copy(rows.column - state.block),
+            column=copy(rows.column - state.width),
             origin=None if rows.origin is None else copy(rows.origin),
             added=None if rows.added is None else copy(rows.added),
             kept=copy(results.kept[:n]),

@@ -34,7 +34,8 @@ class Plain:
 def test_a_policy_has_no_traits_unless_it_declares_some() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert traits_of(Plain()) == traits_of(DecodeRule()) == traits_of(ConfidenceThreshold(0.5)) == Traits()
+        assert traits_of(Plain()) == traits_of(DecodeRule()) == traits_of(FixedSteps(2)) == Traits()
+        assert traits_of(ConfidenceThreshold(0.5)) == Traits(holds_back=True)
         assert traits_of(JointThreshold()) == Traits(edits=True)
         assert traits_of(FixedSteps(2, remasking="random_order")) == Traits(foresees=True)
         assert all(traits_of(rule) == rule.traits for rule in PRESETS.values())

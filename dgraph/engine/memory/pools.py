@@ -15,7 +15,6 @@ from dgraph.runtime.requests import (
     kept_candidates,
     positions,
     ring_pages,
-    step_rows,
 )
 
 MIXED_SHARE = 32
@@ -126,7 +125,8 @@ def pool_sizes(
     packed = entries if session.paged or mine is None else mine.entries
     # One sequence prefills its prompt, the others hold the ring pages that they keep after theirs.
     begun = tuple(map(max, zip(*(each.rings for each in top), strict=True)))
-    rows = step_rows(block, spec) if spec.attention == "block_causal" else max(request.end for request in longest)
+    causal = spec.attention == "block_causal"
+    rows = max(request.step_rows(block, spec) if causal else request.end for request in longest)
     after = kv.ring_pages(max(positions(request, block, spec) for request in longest), rows)
 
     def of(count: int) -> PoolSizes:

@@ -13,7 +13,7 @@ from dgraph.plans.rows import RowPlan
 from dgraph.plans.schedules import Apart, Counted
 from dgraph.plans.view import View, ahead
 from dgraph.runtime.policies import FixedSteps
-from dgraph.runtime.requests import Request, prefilled_positions, step_rows
+from dgraph.runtime.requests import Request, prefilled_positions
 from dgraph.spec import ModelSpec
 
 
@@ -58,7 +58,7 @@ def job_of(
     }
     if spec.attention == "block_causal":
         refresh = prefilled_positions(request, block, spec)
-        return ScheduledRequest(**common, refresh_rows=refresh, reuse_rows=step_rows(block, spec), chunk=block)
+        return ScheduledRequest(**common, refresh_rows=refresh, reuse_rows=request.step_rows(block, spec), chunk=block)
     assert plan is not None
     added = 0 if plan.added is None else block  # at most
     everything = prompt + new + added

@@ -41,7 +41,6 @@ from dgraph.runtime.requests import (
     positions,
     prefilled_positions,
     ring_pages,
-    step_rows,
 )
 from dgraph.runtime.sampling.sample_logits import Decide
 from dgraph.runtime.state.base import OUT, DecodeState
@@ -137,17 +136,18 @@ class Batch:
         if not requests:
             return
         tables = 2 if self.config.guided else 1
-        tokens = [first_positions(request, self.shape.block, self.by_block, self.spec) for request in requests]
+        block = self.shape.block
+        tokens = [first_positions(request, block, self.by_block, self.spec) for request in requests]
         # A block-causal model needs these pages for the prefill, and gives them back after its first step.
         absent = [0 if self.causal else self.first_cached(len(r.ids)) for r in requests]
         shared = [list(r.shared) for r in requests]
-        rings = [ring_pages(request, self.shape.block, self.spec, self.kv) for request in requests]
+        rings = [ring_pages(request, block, self.spec, self.kv) for request in requests]
         candidates = [] if self.packed is None else [kept_candidates(request, self.packed.plan) for request in requests]
         if self.packed is not None:
             self.packed.check_room(candidates)
         handles = self.kv.allocate(tokens * tables, absent * tables, shared * tables, rings * tables)
         for place, (slot, request) in enumerate(zip(slots, requests, strict=True)):
-            prompt = prefilled_positions(request, self.shape.block, self.spec)
+            prompt = prefilled_positions(request, block, self.spec)
             mine = handles[place :: len(requests)]
             shares = len(request.shared) * self.kv.page_size
             start = prompt if self.causal else len(request.ids)
@@ -259,8 +259,8 @@ class Batch:
         rows = [self.running[slot].left for slot in slots]
         if sum(rows) + sum(one.left for one in self.running.values() if one.mixed) > self.shape.mixed:
             return False
-        own = step_rows(self.shape.block, self.spec)
-        if not self.kv.widen({h: own + self.running[slot].left for slot in slots for h in self.running[slot].handles}):
+        first_rows = {slot: self._step_rows(slot) + self.running[slot].left for slot in slots}
+        if not self.kv.widen({h: first_rows[slot] for slot in slots for h in self.running[slot].handles}):
             return False
         self._tables.changed(slots)
         self.transition.mix(slots, rows)
@@ -455,8 +455,11 @@ class Batch:
             return
         for slot in slots:
             for handle in self.running[slot].handles:
-                self.kv.settle(handle, self.running[slot].prompt, step_rows(self.shape.block, self.spec))
+                self.kv.settle(handle, self.running[slot].prompt, self._step_rows(slot))
         self._tables.changed(slots)
+
+    def _step_rows(self, slot: int) -> int:
+        return self.running[slot].request.step_rows(self.shape.block, self.spec)
 
     def _release(self, slots: Sequence[int]) -> None:
         """Give back the pages of these slots that no step after the launched one reads, if it packs the kept keys."""

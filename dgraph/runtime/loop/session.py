@@ -20,7 +20,7 @@ from dgraph.plans.block_cache import BlockCache
 from dgraph.plans.kv import PAGES, KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.ranks.groups import Alone, Group
-from dgraph.runtime.checks import check_canvases, check_keep_kv, check_modes, check_request, check_rule, check_session
+from dgraph.runtime import checks
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.kv.packed import PackedKV
@@ -116,7 +116,7 @@ class BlockSession:
         self.ranks: Group = ranks or Alone()
         if select_noise is None:
             select_noise = any("noise" in program.inputs for program in programs.values())
-        check_session(spec, programs, block_cache, select_noise, plan, kv, recommit)
+        checks.check_session(spec, programs, block_cache, select_noise, plan, kv, recommit)
         self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
         self.variants: dict[str, Mapping[str, Program]] = {}
@@ -188,20 +188,20 @@ class BlockSession:
         chosen = Decoding.of(decoding, settings).for_model(self.spec)
         asked = {"prompts": prompts, "decoding": chosen, "canvas": canvases, "max_batch": max_batch, "keep_kv": keep_kv}
         agree(self.ranks, "generate", asked)
-        ids = check_request(self.spec, prompts, chosen, max_batch)
+        ids = checks.check_request(self.spec, prompts, chosen, max_batch)
         began, stats = time.perf_counter(), GenerationStats()
         if not ids:
             return Generation([], stats, [] if keep_kv else None)
         if keep_kv:
-            check_keep_kv(self.plan, self.kv.windows)
-        given = check_canvases(self.spec, canvases, len(ids), chosen)
+            checks.check_keep_kv(self.plan, self.kv.windows)
+        given = checks.check_canvases(self.spec, canvases, len(ids), chosen)
         requests = [Request.of(ids[n], chosen, n, given[n], self.spec) for n in range(len(ids))]
         fixed = self.pool is not None and observer is None
         block = chosen.block_length or self.spec.block_length
         longest = max(map(len, ids)) + chosen.max_new_tokens
-        shape = self.shape(min(max_batch or len(ids), len(ids)), longest, block, fixed)
+        shape = self.shape(min(max_batch or len(ids), len(ids)), longest, block, fixed, chosen.open_blocks)
         batch = self.batch([chosen], shape, fixed=fixed, foresee=fixed, stats=stats, observer=observer)
-        script = Transcripts(shape.slots, shape.columns, block)
+        script = Transcripts(shape.slots, shape.columns, shape.width)
         waiting, ended = deque(requests), dict[int, Ended]()
         try:
             while waiting or batch.running:
@@ -283,11 +283,11 @@ class BlockSession:
             )
         block, causal = self.spec.block_length, self.spec.attention == "block_causal"
         self._sequences = max(self._sequences, 1 << (batch - 1).bit_length())
-        room = max(tokens, 2 * block)
+        room, open = max(tokens, 2 * block), chosen.open_blocks
         if self._transitions.compiles and causal:
             self._transitions.widen(tokens, block)
         # On a canvas of the width that later batches share, if they can.
-        slots = self.batch([chosen], self.shape(batch, room, block, fixed=True), fixed=True)
+        slots = self.batch([chosen], self.shape(batch, room, block, True, open), fixed=True)
         longest = Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))
         slots.admit(range(batch), [longest] * batch)  # makes their pages
         slots.clear()
@@ -314,7 +314,7 @@ class BlockSession:
         slots = self.batch([decoding], shape, fixed=True)
         slots.admit([0], [Request([self.spec.mask_id], replace(decoding, max_new_tokens=1))])  # makes a page
         slots.clear()
-        step = Rehearsal(slots.programs.step, step_rows(shape.block, self.spec))
+        step = Rehearsal(slots.programs.step, step_rows(shape.width, self.spec))
         self._compile(slots, step.run(slots))
 
     def _record(
@@ -347,19 +347,19 @@ class BlockSession:
         if self._transitions.compiles and known and "token" in outputs:
             slots.transition.compile(outputs)
 
-    def shape(self, sequences: int, tokens: int, block: int, fixed: bool) -> Shape:
+    def shape(self, sequences: int, tokens: int, block: int, fixed: bool, open: int = 1) -> Shape:
         """Shape of a batch for `sequences` sequences of `tokens` positions each.
 
         fixed: round it up to a shape that batches share, so that graphs captured for one serve them all.
         """
         stride = self._transitions.stride(block) if fixed else block
         # A last block that is cut short has columns all the same.
-        more = 0 if self.spec.aligned else block
+        more = (open - self.spec.aligned) * block
         columns = -(-(tokens + more) // stride) * stride
         if not fixed:
-            return Shape(sequences, columns, self.kv.pages_for(columns), block)
+            return Shape(sequences, columns, self.kv.pages_for(columns), block, open=open)
         slots = max(self._sequences, 1 << (sequences - 1).bit_length())
-        return Shape(slots, columns, self.kv.pages_for(self.spec.max_positions + more), block)
+        return Shape(slots, columns, self.kv.pages_for(self.spec.max_positions + more), block, open=open)
 
     def batch(
         self,
@@ -419,8 +419,9 @@ class BlockSession:
         """Check a decoding. Raises `InputError` if the session's programs cannot serve it."""
         policy, sampler = chosen.rule, chosen.sampling
         step = self._variant(policy, sampler.needs_logits)["step"]
-        check_rule(policy, sampler, step, self.block_cache, self.plan)
-        check_modes(self.spec, policy, sampler)
+        checks.check_rule(policy, sampler, step, self.block_cache, self.plan)
+        checks.check_modes(self.spec, policy, sampler)
+        checks.check_open_blocks(self.spec, chosen, step, self.block_cache, self.plan, self.packed is not None)
         check_script(policy, block, "script" in step.inputs)
         if sampler.cfg_scale > 0 and self.packed is not None:
             raise InputError(

@@ -95,10 +95,10 @@ def _script(at: StepContext) -> Tensor:
 
 def _in_block(at: StepContext) -> Tensor:
     rows, state = at.rows, at.state
-    predicted = rows.column - state.block
+    predicted = rows.column - state.width
     # The last row of a response may predict the position after it, which is in no block.
     within = state.start[rows.sequence] + predicted < state.visible[rows.sequence]
-    return (predicted >= 0) & (predicted < state.block) & within & rows.live
+    return (predicted >= 0) & (predicted < state.width) & within & rows.live
 
 
 def _adapt(at: StepContext) -> Tensor:
@@ -108,9 +108,9 @@ def _adapt(at: StepContext) -> Tensor:
 
 def standing_tokens(rows: StepRows, state: DecodeState) -> Tensor:
     """i64[N]: the token that stands at the position of the block that a row predicts, -1 where it predicts none."""
-    column = rows.column - state.block
-    inside = (column >= 0) & (column < state.block)
-    return torch.where(inside, state.block_tokens[rows.sequence, column.clamp(0, state.block - 1)], -1)
+    column = rows.column - state.width
+    inside = (column >= 0) & (column < state.width)
+    return torch.where(inside, state.block_tokens[rows.sequence, column.clamp(0, state.width - 1)], -1)
 
 
 def _drafted(at: StepContext) -> Tensor:

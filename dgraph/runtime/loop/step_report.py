@@ -31,17 +31,17 @@ class Report:
 
     @property
     def shown(self) -> Numbers:
-        """i64[b, B]: tokens of the block, -1 for masks."""
+        """i64[b, W]: tokens of the open blocks, -1 for masks."""
         return self._of_block("shown")
 
     @property
     def confidence(self) -> NDArray[np.float32]:
-        """f32[b, B]: confidence with which each token was committed."""
+        """f32[b, W]: confidence with which each token was committed."""
         return self._of_block("shown_confidence").astype(np.int32).view(np.float32)
 
     @property
     def kept(self) -> NDArray[np.bool_]:
-        """bool[b, B]: False if the step evicted the row of a position."""
+        """bool[b, W]: False if the step evicted the row of a position."""
         return self._of_block("shown_kept") != 0
 
     def named(self) -> dict[str, Numbers]:

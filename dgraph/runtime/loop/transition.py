@@ -63,7 +63,7 @@ Assignment = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Decision:
-    """Outcome of a step, for an observer: results per row, and the committed columns bool[b, B + 1]."""
+    """Outcome of a step, for an observer: results per row, and the committed columns bool[b, W + 1]."""
 
     results: RowResults
     committed: Tensor
@@ -301,8 +301,7 @@ class StepTransition:
     def _noise(self) -> Tensor | None:
         if "noise" not in needs_of(self.config.policy):
             return None
-        columns = torch.arange(self.state.block, device=self.state.start.device)
-        return policy_noise(self.state.keys.T, self.state.start[:, None] + columns, self.state.counter)
+        return policy_noise(self.state.keys.T, self.state.columns, self.state.counter)
 
     def _packed(self) -> list[Assignment]:
         """Updates of the rows of the next step, and of the inputs computed from them; nothing is written."""

@@ -73,7 +73,7 @@ def rehearsals(batch: Batch, sequences: int, tokens: int, graphs: int) -> list[R
 def _steps_of(batch: Batch, program: Program, sequences: int, tokens: int) -> list[Rehearsal]:
     shape = batch.shape
     adds = batch.plan is not None and batch.plan.added is not None
-    most, whole = sequences * step_rows(shape.block, batch.spec), sequences * (tokens + adds * shape.block)
+    most, whole = sequences * step_rows(shape.width, batch.spec), sequences * (tokens + adds * shape.block)
     if shape.most_rows is not None:  # a step of a bidirectional model forwards whole sequences
         most = min(most + shape.mixed if batch.causal else whole, whole, shape.most_rows)
     return [Rehearsal(program, rows) for rows in _recorded(program, 1, most)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,8 @@ class Candidates:
             `token` is then the most likely token.
         room: i64[b], tokens by which the response may still grow; None if it was not given.
         tail: predictions for the end of the response, for rules that ask for them (`DecodeRule.tail`), else None.
+        must: bool[b], the step commits at least one position of the block; None where that holds for all. It is False
+            in a block that is open ahead of one that is far from done.
     """
 
     token: Tensor
@@ -94,6 +96,7 @@ class Candidates:
     draw: Tensor | None = None
     room: Tensor | None = None
     tail: Tail | None = None
+    must: Tensor | None = None
 
     @property
     def committable(self) -> Tensor:
@@ -109,6 +112,31 @@ class Candidates:
     def masks_at_start(self) -> Tensor:
         """i64[b]: masked positions that the block began with."""
         return self.masked.sum(dim=1) + self.decoded
+
+    def due(self, flags: Tensor) -> Tensor:
+        """bool[b, n]: the flags of blocks in which the step must commit something, False in others."""
+        return flags if self.must is None else flags & self.must[:, None]
+
+    def by_block(self, must: Tensor) -> Candidates:
+        """Candidates of K open blocks of each sequence as those of b K sequences with a block each.
+
+        must: bool[b, K], see `must`. Counts of steps and tokens stay those of the sequence.
+        """
+        count = must.shape[1]
+
+        def split(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: split(one) for name, one in value.items()}
+            if not isinstance(value, Tensor):
+                return value
+            if value.dim() == 1:
+                return value.repeat_interleave(count)
+            return value.reshape(len(value) * count, -1)
+
+        found = replace(self, **{each.name: split(getattr(self, each.name)) for each in fields(self)})
+        size = found.masked.shape[1]
+        ahead = torch.arange(count, device=must.device) * size
+        return replace(found, start=(self.start[:, None] + ahead).flatten(), must=must.flatten())
 
     def need(self, name: str, rule: object) -> Any:
         """Read an optional field or a statistic.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dgraph.plans.papers import DINFER, FAST_DLLM, LLADA2, SDAR, Paper
 from dgraph.runtime.policies.base import Candidates, DecodeRule, best, leftmost, rank, setting, share, steps_of
+from dgraph.runtime.policies.traits import Traits
 
 THRESHOLD = 0.9
 """Confidence above which a token is committed, unless the caller says otherwise."""
@@ -38,6 +39,7 @@ class ConfidenceThreshold(DecodeRule):
 
     papers: ClassVar[tuple[Paper, ...]] = (SDAR, FAST_DLLM)
     name: ClassVar[str] = "confidence_threshold"
+    traits: ClassVar[Traits] = Traits(holds_back=True)
     per_request: ClassVar[tuple[str, ...]] = ("threshold",)
 
     def __post_init__(self) -> None:
@@ -47,7 +49,8 @@ class ConfidenceThreshold(DecodeRule):
 
     def choose(self, candidates: Candidates) -> Tensor:
         offered = candidates.offered
-        return (above(offered, self.threshold, self.inclusive) | best(offered)) & candidates.committable
+        sure = above(offered, self.threshold, self.inclusive)
+        return (sure | candidates.due(best(offered))) & candidates.committable
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class DynamicThreshold(DecodeRule):
     name: ClassVar[str] = "dynamic_threshold"
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "steps")
 
+    @property
+    def traits(self) -> Traits:
+        """See `DecodeRule`; with `steps` it counts those of each block, of which several may be open."""
+        return Traits(holds_back=self.steps is None)
+
     def __post_init__(self) -> None:
         self.check_threshold(hint=_USUAL)
         self.check_steps(self.steps)
@@ -83,7 +91,7 @@ class DynamicThreshold(DecodeRule):
         block = committable.shape[1]
         count = share(block, steps_of(self.steps, block), candidates.step)
         sure = above(offered, self.threshold, self.inclusive) & committable
-        few = (sure.sum(dim=1) < count)[:, None]
+        few = candidates.due((sure.sum(dim=1) < count)[:, None])
         if self.fallback == "top":
             instead = (rank(offered) < count[:, None]) & committable
         else:
@@ -105,6 +113,7 @@ class RelativeThreshold(DecodeRule):
 
     papers: ClassVar[tuple[Paper, ...]] = (DINFER,)
     name: ClassVar[str] = "relative_threshold"
+    traits: ClassVar[Traits] = Traits(holds_back=True)
     per_request: ClassVar[tuple[str, ...]] = ("threshold", "tolerance")
 
     def __post_init__(self) -> None:
@@ -114,5 +123,6 @@ class RelativeThreshold(DecodeRule):
     def choose(self, candidates: Candidates) -> Tensor:
         offered = candidates.offered.double()
         near = offered.amax(dim=1, keepdim=True) - setting(self.tolerance, offered)
-        bar = near.minimum(setting(self.threshold, offered))
-        return (offered >= bar) & candidates.committable
+        bar = setting(self.threshold, offered)
+        due = candidates.due(torch.ones_like(near, dtype=torch.bool))
+        return (offered >= torch.where(due, near.minimum(bar), bar)) & candidates.committable

@@ -28,6 +28,8 @@ class Traits:
         inserts: it extends, and may also put masks between positions of the block; for bidirectional models.
         renoises: positions that are not committed are drawn again, or random, in the next step. The rule then has
             `keep` and `heat`, and commits all of a block at once.
+        holds_back: where `Candidates.must` is False it commits only what it is sure of, maybe nothing. So it can decode
+            blocks beyond one that is not done (`Decoding.open_blocks`).
     """
 
     may_wait: bool = False
@@ -41,6 +43,7 @@ class Traits:
     extends: bool = False
     inserts: bool = False
     renoises: bool = False
+    holds_back: bool = False
 
     @classmethod
     def union(cls, several: Iterable[Traits]) -> Traits:

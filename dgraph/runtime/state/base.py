@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -38,7 +39,7 @@ from dgraph.runtime.policies import (
 from dgraph.runtime.sampling.random_numbers import policy_order
 from dgraph.runtime.state.growth import Growth, moved_columns
 from dgraph.runtime.state.packed_rows import RowResults, StepRows, choose, predictors, read
-from dgraph.runtime.state.report import report_of
+from dgraph.runtime.state.report import note_shown, report_of
 from dgraph.runtime.state.state_init import StateInit
 
 OUT = -1
@@ -50,15 +51,15 @@ class DecodeState(ABC):
     """State of b sequences. Attributes that the transitions replace:
 
     start i64[b]: position of the current block; decoded, steps i64[b]: tokens of this block, and its steps that decoded
-    some; counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; earlier i64[b]: tokens that the
+    some (of all open blocks, since it is the current one); counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; earlier i64[b]: tokens that the
     request had decoded before it was preempted, in steps that `counter` counts; kept_rows i64[b]: its rows that reached
     the last layers, all steps; commit_rows i64[b]: its rows forwarded for their keys alone (to commit a block, or to
     renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask
     left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; granted bool[b]: takes part in the next
-    step (see `grant`); shown i64[b, B]: tokens of the block that the last step was about, -1 where there is a mask;
-    shown_confidence f32[b, B]: the probability with which each of these was committed, 1 where it was given and 0
-    where there is a mask; shown_kept bool[b, B]: False where the last step evicted the row that predicts the position;
-    shown_start i64[b]: where that block begins; carried: by name, tensors that the policy carries from step to step
+    step (see `grant`); shown i64[b, W]: tokens of the blocks that the last step was about, -1 where there is a mask;
+    shown_confidence f32[b, W]: the probability with which each of these was committed, 1 where it was given and 0
+    where there is a mask; shown_kept bool[b, W]: False where the last step evicted the row that predicts the position;
+    shown_start i64[b]: where they begin; carried: by name, tensors that the policy carries from step to step
     (see `carry`); canvas i64[b, T]: prompts, fixed tokens and decoded tokens, mask tokens elsewhere; end i64[b]: where
     the response ends, at most at `bound`; last i64[b]: the last position before it that was not given; grown bool[b]:
     the last step has lengthened the response.
@@ -120,6 +121,11 @@ class DecodeState(ABC):
         """Columns of a block, B."""
 
     @property
+    def width(self) -> int:
+        """Columns of the blocks that are open together, W: the current one, and those after it."""
+        return self.block
+
+    @property
     def capacity(self) -> int:
         """Rows that a step can have at most."""
         return min(self.most_rows, self._columns())
@@ -131,12 +137,17 @@ class DecodeState(ABC):
     @property
     @abstractmethod
     def block_masked(self) -> Tensor:
-        """bool[b, B]: columns of the current block that are not decoded yet."""
+        """bool[b, W]: columns that are not decoded yet."""
 
     @property
     @abstractmethod
     def block_tokens(self) -> Tensor:
-        """i64[b, B]: the current block as it stands."""
+        """i64[b, W]: the tokens of these columns as they stand."""
+
+    @property
+    def open_masked(self) -> Tensor:
+        """bool[b, W]: columns of open blocks that are not decoded yet."""
+        return self.block_masked
 
     @abstractmethod
     def wanted(self) -> Tensor:
@@ -185,7 +196,7 @@ class DecodeState(ABC):
 
     @abstractmethod
     def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
-        """Write tokens i64[b, B] where written bool[b, B] says; left bool[b, B]: the columns that are masks then."""
+        """Write tokens i64[b, W] where written bool[b, W] says; left bool[b, W]: the columns that are masks then."""
 
     def _write_next(self, token: Tensor, confidence: Tensor) -> Tensor:
         """bool[b]: sequences in which the step also decides the position after the block; the token is written there.
@@ -200,7 +211,7 @@ class DecodeState(ABC):
     ) -> None:
         """Finish sequences, move on to the next block, and decide which rows the next step forwards.
 
-        masked bool[b, B]: the block as it was forwarded. settled bool[b]: whether the block is done, where that is not
+        masked bool[b, W]: the columns as they were forwarded. settled bool[b]: whether the block is done, where that is not
         the same as having no mask (its tokens can still be replaced).
         """
 
@@ -273,17 +284,17 @@ class DecodeState(ABC):
 
     @property
     def columns(self) -> Tensor:
-        """i64[b, B]: positions of the current block."""
-        return self.start[:, None] + torch.arange(self.block, device=self.start.device)
+        """i64[b, W]: positions of the current block, and of those after it that may be open."""
+        return self.start[:, None] + torch.arange(self.width, device=self.start.device)
 
     @property
     def order(self) -> Tensor:
-        """f32[b, B]: `policy_order` of the current block's positions."""
+        """f32[b, W]: `policy_order` of the positions of `columns`."""
         return policy_order(self.keys.T, self.columns)
 
     @property
     def editable(self) -> Tensor:
-        """bool[b, B]: decoded positions of the current block that were not given.
+        """bool[b, W]: decoded positions of `columns` that were not given.
 
         A rule that edits decodes, and so edits, the whole of a last block that reaches beyond the response.
         """
@@ -317,17 +328,17 @@ class DecodeState(ABC):
         recommit: bool,
         noise: Tensor | None = None,
     ) -> Tensor:
-        """Apply the results of a forward of `rows`; return the committed columns, bool[b, B + 1].
+        """Apply the results of a forward of `rows`; return the committed columns, bool[b, W + 1].
 
-        The last column is the position after the block. Sequences that took no part stay as they are. So do those with
+        The last column is the position after these. Sequences that took no part stay as they are. So do those with
         a NaN, except for `broken`: a NaN's token may be invalid, and the next step may run before the host knows.
-        noise f32[b, B]: uniform, for policies that draw.
+        noise f32[b, W]: uniform, for policies that draw.
         """
         before, part, traits = copy.copy(self), self.granted & self.active, traits_of(policy)
         editing, masked, start = traits.edits, self.block_masked, self.start
         fillers = {s.name: s.filler for s in (*GIVEN, *statistics_of(policy))}
-        rows_of = predictors(rows, len(masked), self.block)
-        row, following = rows_of[:, : self.block], rows_of[:, self.block]
+        predicted = partial(predictors, rows, len(masked), self.width)
+        row, following = (rows_of := predicted())[:, :-1], rows_of[:, -1]
         if widest_tail(policy):  # which is predicted also where it is decoded
             row = torch.where(
                 masked | choose(per_sequence(lambda traits: traits.edits, policy, self.kind), self.editable, masked),
@@ -338,11 +349,7 @@ class DecodeState(ABC):
         token, confidence = measured.pop("token"), measured.pop("confidence")
         token_after = read(results.token, following, -1)
         confidence_after = read(results.confidence, following, -math.inf)
-        added = (
-            {}
-            if rows.added is None
-            else results.at(predictors(rows, len(masked), self.block, added=True)[:, :-1], fillers)
-        )
+        added = {} if rows.added is None else results.at(predicted(added=True)[:, :-1], fillers)
         invalid = part & (confidence.isnan().any(dim=1) | confidence_after.isnan())
         candidates = Candidates(
             token=token,
@@ -374,7 +381,7 @@ class DecodeState(ABC):
         progressed = choose(
             per_sequence(lambda traits: traits.may_wait, policy, self.kind), candidates.committable, commit & masked
         )
-        masks_left = masked.any(dim=1)
+        masks_left = self.open_masked.any(dim=1)
         # Once set it stays set: the host may read it only some steps later.
         self.broken = self.broken | (part & masks_left & ~progressed.any(dim=1))
 
@@ -425,20 +432,8 @@ class DecodeState(ABC):
                 setattr(self, field.name, choose(waiting, old, new))
 
     def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor, source: Tensor | None) -> None:
-        """Note the probabilities with which a step commits tokens.
-
-        bool[b, B] each: changed tokens; masks that are left; positions whose rows are kept. source: `DecodeRule.move`.
-        """
-        # A position without a mask in the first step that shows it was given.
-        column = self.columns - self.shown_start[:, None]
-        there = (column >= 0) & (column < self.block)
-        seen = self.shown_confidence.gather(1, column.clamp(min=0, max=self.block - 1))
-        before = torch.where(there, seen, 1.0)
-        found = torch.where(changed, candidates.confidence, before)
-        if source is not None:
-            found = moved_columns(source, found, before, 0.0)
-        self.shown_confidence, self.shown_kept = torch.where(left, 0.0, found), kept
-        self.shown_start = self.start
+        """See `note_shown`."""
+        note_shown(self, candidates, changed, left, kept, source)
 
     def _tail(self, rows: StepRows, results: RowResults, policy: Policy) -> Tail | None:
         """Predictions for the ends of responses, if the policy reads them."""
@@ -458,14 +453,14 @@ class DecodeState(ABC):
         return kept  # a block has masks beyond the response's end, too
 
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
-        """bool[b, B]: columns that the step commits."""
+        """bool[b, W]: columns that the step commits."""
         return policy.choose(candidates)
 
     def _on_canvas(self, values: Tensor, others: Tensor | float) -> Tensor:
-        """[b, T]: values [b, B] where the current block is, `others` elsewhere."""
+        """[b, T]: values [b, W] at the positions of `columns`, `others` elsewhere."""
         column = torch.arange(self.canvas.shape[1], device=values.device) - self.start[:, None]
-        inside = (column >= 0) & (column < self.block)
-        return torch.where(inside, values.gather(1, column.clamp(min=0, max=self.block - 1)), others)
+        inside = (column >= 0) & (column < self.width)
+        return torch.where(inside, values.gather(1, column.clamp(min=0, max=self.width - 1)), others)
 
     @staticmethod
     def _at(columns: Tensor, values: Tensor) -> Tensor:
@@ -473,25 +468,29 @@ class DecodeState(ABC):
         return values.gather(1, columns.clamp(max=values.shape[1] - 1))
 
     def _finish(self, policy: Policy, settled: Tensor | None) -> Tensor:
-        """End sequences that are done; return bool[b], the other sequences whose block is done."""
+        """End sequences that are done; return i64[b], the blocks with which the others are done."""
         left = self.block_masked & (self.columns <= self.last[:, None])  # masks beyond the response need no step
-        complete = ~left.any(dim=1) if settled is None else settled
+        done = self._done(left) if settled is None else settled.long()
         stopped = self._stopped()
         if settled is not None:
             edited = per_sequence(lambda traits: traits.edits, policy, self.kind)
             stopped = stopped & (settled if isinstance(edited, bool) else settled | ~edited)
-        self.active = self.active & ~(stopped | (complete & (self.start + self.block > self.last)))
-        return complete & self.active
+        self.active = self.active & ~(stopped | ((done > 0) & (self.start + done * self.block > self.last)))
+        return done * self.active
+
+    def _done(self, left: Tensor) -> Tensor:
+        """i64[b]: open blocks that are done, with all before them; left bool[b, W]: masks that are to be decoded."""
+        return (~left.any(dim=1)).long()
 
     def _stopped(self) -> Tensor:
-        """bool[b]: the block has a stop token with no mask before it; it ends at once, and later tokens are dropped."""
-        block, masked = self.block, self.block_masked
-        column = torch.arange(block, device=masked.device)
+        """bool[b]: there is a stop token with no mask before it; it ends at once, and later tokens are dropped."""
+        width, masked = self.width, self.block_masked
+        column = torch.arange(width, device=masked.device)
         # A stop token of the prompt does not count.
         counts = ~masked & (self.columns >= torch.maximum(self.prompt_end, self.stops_from)[:, None])
         stop = (self.block_tokens[:, :, None] == self.stop_ids).any(dim=2) & counts
-        first_stop = torch.where(stop, column, block + 1).amin(dim=1)
-        return first_stop < torch.where(masked, column, block).amin(dim=1)
+        first_stop = torch.where(stop, column, width + 1).amin(dim=1)
+        return first_stop < torch.where(masked, column, width).amin(dim=1)
 
     def _next_block(self, moved: Tensor, start: Tensor) -> None:
         """Move sequences bool[b] on to the blocks that begin at start i64[b]."""

@@ -301,7 +301,7 @@ class BidirectionalState(DecodeState):
         waiting = before & (positions < (self.start + self.size)[:, None])
         ready = ready_columns(~waiting, block_cache) & ~before & (self.pending | self.frozen)
         self.frozen = torch.where(self.whole[:, None], ready, self.frozen | ready)
-        moved = self._finish(policy, settled)
+        moved = self._finish(policy, settled) > 0
         # Blocks that have no mask are passed over, unless masks that were inserted have moved tokens there.
         coming = ~self.given & (positions >= (self.start + self.size)[:, None]) & (positions < self.end[:, None])
         following = torch.where(coming, positions, self.end[:, None]).amin(dim=1) - self.prompt_end

@@ -1,14 +1,22 @@
-"""The state of block-causal models: a window of two blocks per sequence.
+"""The state of block-causal models: the open blocks of each sequence, and the blocks before them that are committed.
 
-Columns [0, B) are the previous block, columns [B, 2B) the current one. A row of the previous block is forwarded once
-more to commit it (its keys and values then see the whole decoded block); it rides in the same forward as the next
-block's first step. That is exact for block-causal attention: every layer writes its keys before any row reads them, and
-each row has its own limit. The rest of a prompt may ride in that forward too (see `PrefillMixinState`).
+Columns [W, 2W) are the current block and those after it that may be open, one block without `Decoding.open_blocks`.
+Columns [0, W) are the blocks before it. A row of a block that is done is forwarded once more to commit it (its keys and
+values then see only decoded tokens); it rides in the same forward as the next step of the blocks after it. That is
+exact for block-causal attention: every layer writes its keys before any row reads them, and each row has its own limit.
+The rest of a prompt may ride in that forward too (see `PrefillMixinState`).
+
+Several blocks are open by the rule of MultiBD (arXiv 2606.29215, section 3). The next block opens once the last one has
+`open_at` decided rows. A block must commit a token in each step if the block before it has `sure_at` decided rows;
+otherwise it commits what the rule is sure of. As open blocks change, so do the keys of those after them; so a block is
+committed once all before it are done.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -16,7 +24,8 @@ from torch import Tensor
 
 from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.plans.block_cache import BlockCache, ready_columns
-from dgraph.runtime.policies import Policy
+from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.policies import Candidates, Policy
 from dgraph.runtime.state.block_window import PrefillMixinState
 from dgraph.runtime.state.packed_rows import StepRows, choose
 from dgraph.runtime.state.state_init import StateInit
@@ -26,9 +35,19 @@ from dgraph.runtime.state.state_init import StateInit
 class BlockCausalState(PrefillMixinState):
     """State of b sequences of a block-causal model; see `PrefillMixinState`. Attributes that transitions replace, too:
 
-    tokens i64[b, 2B]; pending bool[b, 2B]; masked bool[b, B]: not decoded yet. A masked column holds the mask token;
-    programs never predict it for a mask, but decoding ends even with one that does.
+    tokens i64[b, 2W]; pending bool[b, 2W]; masked bool[b, W]: not decoded yet; opened i64[b]: blocks that are open, the
+    first ones. A masked column holds the mask token; programs never predict it for a mask, but decoding ends even with
+    one that does.
+
+    Settings of a request, i64[b] each: most_open: blocks that may be open; open_at, sure_at: rows of a block that are
+    decided when the next one opens, and when the next one must commit. Fixed: open: blocks of W columns.
     """
+
+    opened: Tensor
+    most_open: Tensor
+    open_at: Tensor
+    sure_at: Tensor
+    open: int
 
     @classmethod
     def begin(cls, init: StateInit) -> Self:
@@ -36,14 +55,15 @@ class BlockCausalState(PrefillMixinState):
 
         Blocks without a mask at the beginning are prefilled, and the first block may begin with the rest of the prompt.
         """
-        block, device = init.block, init.canvas.device
+        block, width, device = init.block, init.block * init.open, init.canvas.device
         start = torch.minimum(init.first_open, init.end - 1) // block * block
-        columns = start[:, None] + torch.arange(-block, block, device=device)
-        pending = torch.zeros(len(start), 2 * block, dtype=torch.bool, device=device)
-        pending[:, block:] = True
-        tokens, masked = init.canvas.gather(1, columns.clamp(min=0)), ~init.given.gather(1, columns[:, block:])
+        columns = start[:, None] + torch.arange(-width, width, device=device)
+        pending = torch.zeros(len(start), 2 * width, dtype=torch.bool, device=device)
+        pending[:, width : width + block] = True
+        tokens = init.canvas.gather(1, columns.clamp(min=0, max=init.canvas.shape[1] - 1))
+        masked, one = ~cls._at(columns[:, width:], init.given), torch.ones_like(start)
         return cls(
-            **init.fields(start, tokens[:, block:], masked, init.last_open),
+            **init.fields(start, tokens[:, width:], masked, init.last_open),
             tokens=tokens,
             pending=pending,
             masked=masked,
@@ -53,7 +73,40 @@ class BlockCausalState(PrefillMixinState):
             kv=init.kv,
             most_mixed=init.most_mixed,
             shift=0,
+            opened=one,
+            most_open=one.clone(),
+            open_at=torch.zeros_like(start),
+            sure_at=torch.zeros_like(start),
+            open=init.open,
         )
+
+    def set_open(self, decodings: Sequence[Decoding]) -> None:
+        """Write the settings of open blocks of requests, one for each sequence."""
+
+        def rows(share: float) -> int:
+            return math.ceil(round(share * self.block, 9))
+
+        each = [(one.open_blocks, rows(one.open_at), rows(one.sure_at)) for one in decodings]
+        settings = torch.tensor(each, device=self.start.device)
+        self.most_open, self.open_at, self.sure_at = (column.clone() for column in settings.unbind(1))
+
+    @property
+    def block(self) -> int:
+        return self.width // self.open
+
+    @property
+    def width(self) -> int:
+        return self.masked.shape[1]
+
+    @property
+    def is_open(self) -> Tensor:
+        """bool[b, W]: columns of open blocks."""
+        columns = torch.arange(self.width, device=self.opened.device)
+        return columns < self.opened[:, None] * self.block
+
+    @property
+    def open_masked(self) -> Tensor:
+        return self.masked & self.is_open
 
     @property
     def window(self) -> Tensor | None:
@@ -72,26 +125,27 @@ class BlockCausalState(PrefillMixinState):
         return torch.where(self.active & self.granted, found, REUSE).int()
 
     def rows(self, capacity: int, editing: Tensor | bool = False, tail: Tensor | None = None) -> StepRows:
-        live, block = self._own_live(), self.block
+        live, block, width = self._own_live(), self.block, self.width
         sequence, column, real, cu_rows = self._placed(capacity)
-        columns = torch.arange(block, device=live.device)
-        # Rows of the current block see up to the rightmost row that is forwarded: a cached tail of the
+        columns = torch.arange(width, device=live.device)
+        # Rows of an open block see up to its rightmost row that is forwarded: a cached tail of the
         # block is invisible, as in every public version of FOCUS (L + r(P) + 1 keys).
-        reach = torch.where(live[:, -block:], columns, -1).amax(dim=1) + 1 + self.start
-        current, start = column >= block, self.start[sequence]
-        # Columns of the prompt end where the current block begins, as do those of the block before it.
-        positions = (start + column - torch.where(column < 0, 0, block)) * real
-        limit = torch.where(current, reach[sequence], (positions // block + 1) * block) * real
+        forwarded = torch.where(live[:, -width:], columns, -1).view(-1, self.open, block)
+        reach = forwarded.amax(dim=2) + 1 + self.start[:, None]
+        current, start, inner = column >= width, self.start[sequence], (column - width).clamp(min=0)
+        # Columns of the prompt end where the current block begins, as do those of the blocks before it.
+        positions = (start + column - torch.where(column < 0, 0, width)) * real
+        limit = torch.where(current, reach[sequence, inner // block], (positions // block + 1) * block) * real
 
         def per_row(flags: Tensor) -> Tensor:
-            return current & flags[sequence, (column - block).clamp(min=0)] & real
+            return current & flags[sequence, inner] & real
 
         masked, none = per_row(self.masked), torch.zeros_like(self.masked)
         full = changed = None
         if self.plan is not None and self.changed is not None:
             # The keys of a commit are final, so none of its rows is skipped.
             full = (~current | self.full[sequence]) & real
-            changed = (full | self.changed[sequence, (column - block).clamp(min=0)]) & real
+            changed = (full | self.changed[sequence, inner]) & real
         return StepRows(
             sequence=sequence,
             column=column,
@@ -106,12 +160,23 @@ class BlockCausalState(PrefillMixinState):
         )
 
     def _own_rows(self) -> Tensor:
-        return self._own_live()[:, : -self.block].sum(dim=1)
+        return self._own_live()[:, : -self.width].sum(dim=1)
+
+    def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
+        if self.open == 1:
+            return super()._chosen(candidates, policy)
+        decided = self._decided()
+        nearly = torch.cat([torch.ones_like(decided[:, :1], dtype=torch.bool), decided[:, :-1] >= self.sure_at[:, None]], 1)
+        return policy.choose(candidates.by_block(nearly)).view_as(self.masked)
+
+    def _decided(self) -> Tensor:
+        """i64[b, W / B]: decided rows of each block."""
+        return (~self.masked).view(-1, self.open, self.block).sum(dim=2)
 
     def _write(self, written: Tensor, token: Tensor, left: Tensor, policy: Policy) -> None:
-        block = self.block
-        current = torch.where(written, token, self.tokens[:, block:])
-        self.tokens = torch.cat([self.tokens[:, :block], current], dim=1)
+        width = self.width
+        current = torch.where(written, token, self.tokens[:, width:])
+        self.tokens = torch.cat([self.tokens[:, :width], current], dim=1)
         self.masked = left
         if self.changed is not None:
             self.changed = written
@@ -121,19 +186,45 @@ class BlockCausalState(PrefillMixinState):
     def _advance(
         self, masked: Tensor, policy: Policy, block_cache: BlockCache, recommit: bool, settled: Tensor | None
     ) -> None:
-        block = self.block
+        width = self.width
         self._encoded_prompts()
-        # From the block as it was forwarded: a token decoded now has mask-token keys until its next forward.
-        pending = self.pending[:, block:] & ~ready_columns(~masked, block_cache)
-        moved = self._finish(policy, settled)
-        shift = moved[:, None]
+        # From the blocks as they were forwarded: a token decoded now has mask-token keys until its next forward.
+        pending = self.pending[:, width:] & ~ready_columns(~masked, block_cache)
+        done = self._finish(policy, settled)
         # The keys of a block that began without a mask are final with its first step.
-        final = (self.forwards == 1) & ~masked.any(dim=1)
-        committing = (torch.ones_like(pending) if recommit else pending) & ~final[:, None]
-        previous = torch.where(shift, committing, False)  # else cleared: this step has committed it
-        self.pending = torch.cat([previous, pending | shift], dim=1)
-        coming = self.columns + block
-        shifted = torch.cat([self.tokens[:, block:], self._at(coming, self.canvas)], dim=1)
-        self.tokens = torch.where(shift, shifted, self.tokens)
-        self.masked = torch.where(shift, ~self._at(coming, self.given), self.masked)
-        self._next_block(moved, self.start + block)
+        final = self._leading(~masked) & (self.forwards == 1)[:, None]
+        committing = (torch.ones_like(pending) if recommit else pending) & ~final
+        column, ahead = torch.arange(width, device=done.device), (done * self.block)[:, None]
+
+        def move(values: Tensor, coming: Tensor) -> Tensor:
+            """Values [b, n] from as many columns on as are done; [b, W] come after them."""
+            there = torch.arange(values.shape[1], device=done.device) + ahead
+            return torch.cat([values, coming], dim=1).gather(1, there)
+
+        others = ~self.is_open
+        self.opened = self._open_next(done)
+        # Blocks that are done are forwarded in the columns before; what was there has been committed by this step.
+        previous = move(torch.zeros_like(committing), committing)
+        new = move(others, torch.ones_like(others)) & self.is_open
+        self.pending = torch.cat([previous, move(pending, torch.zeros_like(pending)) | new], dim=1)
+        coming = self.columns + width
+        self.tokens = move(self.tokens, self._at(coming, self.canvas))
+        self.masked = move(self.masked, ~self._at(coming, self.given))
+        self._next_block(done > 0, self.start + ahead[:, 0])
+
+    def _done(self, left: Tensor) -> Tensor:
+        return self._leading(~left & self.is_open).sum(dim=1) // self.block
+
+    def _leading(self, flags: Tensor) -> Tensor:
+        """bool[b, W]: columns of the first blocks in all of whose columns a flag bool[b, W] is set."""
+        whole = flags.view(-1, self.open, self.block).all(dim=2).long().cumprod(dim=1).bool()
+        return whole.repeat_interleave(self.block, dim=1)
+
+    def _open_next(self, done: Tensor) -> Tensor:
+        """i64[b]: blocks that are open once the first ones, i64[b], are done."""
+        decided = self._decided().gather(1, self.opened[:, None] - 1)[:, 0]
+        left = self.opened - done
+        # A block without a position of the response's rest has nothing to decide.
+        most = torch.minimum(self.most_open, (self.last - self.start) // self.block + 1 - done)
+        opens = (left > 0) & (decided >= self.open_at)
+        return torch.minimum(left + opens, most).clamp(min=1)

@@ -17,10 +17,10 @@ from dgraph.runtime.state.packed_rows import packed
 
 @dataclass
 class BlockWindowState(DecodeState):
-    """A `DecodeState` whose rows are those of one block, and see up to its end.
+    """A `DecodeState` whose rows are those of its open blocks, and each sees up to the end of its block.
 
-    tokens i64[b, W]: tokens of its rows, those of the block in the last B columns. masked bool[b, B]: columns of the
-    block that are not decoded yet.
+    tokens i64[b, n]: tokens of its rows, those of open blocks in the last W columns. masked bool[b, W]: columns of
+    these that are not decoded yet.
     """
 
     tokens: Tensor
@@ -39,11 +39,11 @@ class BlockWindowState(DecodeState):
 
     @property
     def block_tokens(self) -> Tensor:
-        return self.tokens[:, -self.block :]
+        return self.tokens[:, -self.width :]
 
     @property
     def visible(self) -> Tensor:
-        return self.start + self.block
+        return self.start + self.width
 
     def _window(self, plan: KVPlan, response: Tensor) -> Tensor:
         """i32[b, 2]: positions that are always seen under a plan.
@@ -69,8 +69,8 @@ class PrefillMixinState(BlockWindowState):
     The rows of the last `mixed` positions before the current block are part of the forward of the first step. They have
     columns of their own, before those of `pending`, since only a first step has any.
 
-    pending bool[b, W]: columns of `tokens` that the next step forwards. mixed i64[b]: rows of the prompt that the next
-    step encodes. changed bool[b, B]: decoded in the step before, None without a plan. Fixed: most_mixed: such rows in
+    pending bool[b, n]: columns of `tokens` that the next step forwards. mixed i64[b]: rows of the prompt that the next
+    step encodes. changed bool[b, W]: decoded in the step before, None without a plan. Fixed: most_mixed: such rows in
     one step at most, over all sequences; plan: which steps of a block are full ones, None if no program asks; kv: which
     keys stay, None for all; shift: as in `View`.
     """
@@ -106,7 +106,7 @@ class PrefillMixinState(BlockWindowState):
         return pending & self.active[:, None]
 
     def _own_live(self) -> Tensor:
-        """bool[b, W]: columns of `pending` that the next step forwards."""
+        """bool[b, n]: columns of `pending` that the next step forwards."""
         return self.live()[:, self.most_mixed :]
 
     def _placed(self, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -232,7 +232,7 @@ class EncodeDenoiseState(PrefillMixinState):
         self.masked = choose(moved, self.tokens == self.mask_id, self.masked)
         if settled is not None:  # that was said of the block before
             settled = torch.where(moved, ~self.masked.any(dim=1), settled)
-        complete = self._finish(policy, settled)
+        complete = self._finish(policy, settled) > 0
         autoregressive = per_sequence(lambda traits: traits.autoregressive, policy, self.kind)
         drafts = per_sequence(lambda traits: traits.drafts, policy, self.kind)
         if autoregressive is not False:

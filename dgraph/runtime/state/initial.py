@@ -58,6 +58,7 @@ def begin(
         max_new_tokens=new,
         first_length=first,
         block=shape.block,
+        open=shape.open,
         mask_id=spec.mask_id,
         stop_ids=torch.tensor(spec.eos_ids, dtype=torch.int64, device=device),
         plan=plan,
@@ -102,4 +103,6 @@ def write_request_settings(state: DecodeState, mixture: PolicyMix, requests: Seq
     state.kind = torch.tensor([kind for kind, _ in given], device=device)
     heat = [float(r.decoding.sampling.temperature) for r in requests]
     state.temperature = torch.tensor(heat, dtype=torch.float32, device=device)
+    if isinstance(state, BlockCausalState):
+        state.set_open([r.decoding for r in requests])
     state.stops_from = torch.tensor([request.stops_from for request in requests], device=device)

@@ -30,7 +30,7 @@ class StepRows:
 
     Attributes:
         sequence: i64[N], index of the row's sequence.
-        column: i64[N]. From B on: B plus the column of the current block that the row predicts. Below 0: a row of a
+        column: i64[N]. From W on: W plus the column of the open blocks that the row predicts. Below 0: a row of a
             prompt that is encoded. Other values have a meaning of each kind of state.
         input_ids: i64[N].
         positions: i64[N].

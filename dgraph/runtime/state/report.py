@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.attention.sparse import REUSE
+from dgraph.runtime.policies import Candidates
+from dgraph.runtime.state.growth import moved_columns
 
 if TYPE_CHECKING:
     from dgraph.runtime.state.base import DecodeState
@@ -22,7 +24,7 @@ SHOWN = ("shown", "shown_confidence", "shown_kept")
 
 
 def report_of(state: DecodeState) -> Tensor:
-    """i64[b, len(REPORT) + 3 B]: values that the host reads of each sequence, in the order of `REPORT` and `SHOWN`.
+    """i64[b, len(REPORT) + 3 W]: values that the host reads of each sequence, in the order of `REPORT` and `SHOWN`.
 
     rows: those of its next step, 0 if it waits; wanted: the same if it does not wait; all_rows: those of all sequences,
     which the host must know first; action: as in `action`, REUSE if all keys are kept; the others as in the attributes
@@ -35,3 +37,22 @@ def report_of(state: DecodeState) -> Tensor:
     numbers = [found[name] if name in found else getattr(state, name) for name in REPORT]
     shown = (state.shown, state.shown_confidence.view(torch.int32), state.shown_kept)
     return torch.cat([torch.stack([n.long() for n in numbers], dim=1), *(s.long() for s in shown)], dim=1)
+
+
+def note_shown(
+    state: DecodeState, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor, source: Tensor | None
+) -> None:
+    """Note the probabilities with which a step commits tokens, before it is written.
+
+    bool[b, W] each: changed tokens; masks that are left; positions whose rows are kept. source: `DecodeRule.move`.
+    """
+    # A position without a mask in the first step that shows it was given.
+    column = state.columns - state.shown_start[:, None]
+    there = (column >= 0) & (column < state.width)
+    seen = state.shown_confidence.gather(1, column.clamp(min=0, max=state.width - 1))
+    before = torch.where(there, seen, 1.0)
+    found = torch.where(changed, candidates.confidence, before)
+    if source is not None:
+        found = moved_columns(source, found, before, 0.0)
+    state.shown_confidence, state.shown_kept = torch.where(left, 0.0, found), kept
+    state.shown_start = state.start

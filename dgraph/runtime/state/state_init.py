@@ -25,6 +25,7 @@ class StateInit:
         prompt_end: i64[b], positions after the prompts.
         max_new_tokens: for all, or i64[b].
         block: columns of a block, B.
+        open: blocks of a sequence that may be open together, at most; 1 but for block-causal models.
         mask_id: id of the mask token.
         stop_ids: i64[E], ids that end a response.
         first_length: i64[b], tokens of each response before it grows; None for all of max_new_tokens.
@@ -44,6 +45,7 @@ class StateInit:
     _: KW_ONLY
     max_new_tokens: int | Tensor
     block: int
+    open: int = 1
     mask_id: int
     stop_ids: Tensor
     first_length: Tensor | None = None
@@ -95,7 +97,8 @@ class StateInit:
     def fields(self, start: Tensor, tokens: Tensor, masked: Tensor, last: Tensor) -> dict[str, Any]:
         """Fields of a `DecodeState` that begin alike in every kind of state.
 
-        start i64[b]: where the first block begins; tokens i64[b, B] and masked bool[b, B]: that block, and its masks;
+        start i64[b]: where the first block begins; tokens i64[b, W] and masked bool[b, W]: the columns from there on,
+        those of blocks that may be open, and their masks;
         last i64[b]: as in the attributes of `DecodeState`, -1 for none.
         """
         b, device = len(start), start.device

@@ -113,4 +113,4 @@ class UniformNoiseState(BlockWindowState):
         moved = self.encodes
         self._next_block(moved, self.start + self.block)
         self.masked = self.masked | moved[:, None]
-        self.encodes = self._finish(policy, settled)
+        self.encodes = self._finish(policy, settled) > 0
