@@ -39,6 +39,7 @@ def bundle(
     steps: args.Steps = None,
     policy: args.Policy = None,
     block_length: args.BlockLength = None,
+    open_blocks: args.OpenBlocks = 1,
     temperature: args.Temperature = None,
     top_p: args.TopP = None,
     top_k: args.TopK = None,

@@ -21,6 +21,7 @@ Threshold = Annotated[
 Steps = Annotated[int | None, typer.Option(help="Fixed steps per block, instead of --threshold.", show_default=False)]
 Policy = Annotated[str | None, typer.Option(help="A decoding rule by name; see `dgraph policies`.", show_default=False)]
 BlockLength = Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")]
+OpenBlocks = Annotated[int, typer.Option(help="Blocks of a response that are decoded together.")]
 Temperature = Annotated[
     float | None,
     typer.Option(help="Sampling temperature; 0 takes the most likely token.", show_default="the policy's, or 0"),

@@ -97,6 +97,10 @@ def evaluate(
         typer.Option(help="Length limit of a response.", show_default=f"its tasks', or {NEW_TOKENS}"),
     ] = None,
     block_length: Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")] = None,
+    open_blocks: Annotated[
+        list[int] | None,
+        typer.Option(help="Blocks of a response that are decoded together; may be repeated.", show_default="1"),
+    ] = None,
     max_batch: Annotated[int, typer.Option(help="Prompts per batch; results are written after each.")] = 16,
     out: Annotated[
         Path | None, typer.Option(help="Write results here as they come, and start from those that it has.")
@@ -156,7 +160,8 @@ def evaluate(
     for one in weights or ():
         if not _is_folder(one):
             quantising(one)
-    for name, value in (("--count", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens)):
+    numbers = (("--count", count), ("--max-batch", max_batch), ("--max-new-tokens", max_new_tokens))
+    for name, value in (*numbers, *(("--open-blocks", each) for each in open_blocks or ())):
         if value is not None and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
     for name, path in (("--out", out), ("--plot", plot), ("--distributions", distributions)):
@@ -170,6 +175,7 @@ def evaluate(
             model,
             (recipes, rules, sweeps, reference),
             weights or [None],
+            open_blocks or [1],
             questions,
             out=out,
             max_new_tokens=max_new_tokens,
@@ -327,6 +333,7 @@ def _evaluation(
     name: str,
     choices: tuple[list[Choice], list[Choice], dict[str, list[Any]], Choice | None],
     weights: Sequence[str | None],
+    open_blocks: Sequence[int],
     questions: list[Question],
     *,
     out: Path | None,
@@ -356,7 +363,7 @@ def _evaluation(
     store = Store(out)
     where = given.torch_device(device)
     found: Model = dgraph.load(name, given.torch_dtype(dtype), where, **facts)
-    arms, references = expand(found.spec, *choices, weights)
+    arms, references = expand(found.spec, *choices, weights, open_blocks)
     folders, here = [one for one in weights if one is not None and _is_folder(one)], _shape_of(found.spec)
     for folder in folders:
         if (there := _shape_of(resolve(folder, opened=True, **facts).spec)) != here:

@@ -58,6 +58,7 @@ def generate(
     steps: args.Steps = None,
     policy: args.Policy = None,
     block_length: args.BlockLength = None,
+    open_blocks: args.OpenBlocks = 1,
     temperature: args.Temperature = None,
     top_p: args.TopP = None,
     top_k: args.TopK = None,
@@ -215,7 +216,10 @@ def _watched(
     block = decoding.block_length or model.spec.block_length
     longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
     with optimized.engine(
-        max_sequences=max_batch or len(prompts), max_tokens=longest + decoding.max_new_tokens, block_length=block
+        max_sequences=max_batch or len(prompts),
+        max_tokens=longest + decoding.max_new_tokens,
+        block_length=block,
+        open_blocks=decoding.open_blocks,
     ) as engine:
         if not engine.leads:
             engine.join()

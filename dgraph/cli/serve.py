@@ -107,6 +107,12 @@ def serve(
             "--no-prefix-cache", help="Do not reuse keys and values of equal prompt prefixes.", rich_help_panel=ENGINE
         ),
     ] = False,
+    open_blocks: Annotated[
+        int,
+        typer.Option(
+            help="Blocks of a response that a request may ask to be decoded together.", min=1, rich_help_panel=LIMITS
+        ),
+    ] = 1,
     queue: Annotated[
         int, typer.Option(help="Longest queue; further requests get status 503.", rich_help_panel=LIMITS)
     ] = 1024,
@@ -253,6 +259,7 @@ def serve(
         scheduler=(given.schedulers(None, policy) or [scheduler])[-1],
         prefix_cache=False if no_prefix_cache else None,
         queue=queue,
+        open_blocks=open_blocks,
     )
     if not ray and replicas != "auto":
         raise InputError("--replicas says how many replicas --ray has; add --ray, or leave it out.")

@@ -194,7 +194,8 @@ def build_core(
     rows = settings.max_batched_rows or max(ROWS if causal else PROMPT_ROWS.get(kind, ROWS), tokens, own)
     if rows < own:
         raise InputError(
-            f"max_batched_rows={rows} is less than {own // block} blocks of {block}, which a step of a request may need."
+            f"max_batched_rows={rows} is less than {own // block} blocks of {block}, which a step may need: with those "
+            f"that are open as many that are done."
         )
     kv_bytes, costs = settings.kv_bytes, None
     if kv_bytes is None and kind == "cuda":

@@ -44,6 +44,7 @@ class Arm:
         built, policy: the recipe and the rule as values; equal ones make equal arms.
         swept: the swept options that this arm has, and their values.
         weights: the format in which weights are stored, or the folder that has them; None for weights as they are.
+        open_blocks: see `Decoding`.
     """
 
     recipe: Choice = field(compare=False)
@@ -52,10 +53,11 @@ class Arm:
     policy: DecodeRule
     swept: Mapping[str, Any] = field(default_factory=dict, compare=False)
     weights: str | None = None
+    open_blocks: int = 1
 
     @property
     def label(self) -> str:
-        """Recipe, format of the weights and rule in words."""
+        """Recipe, format of the weights, rule and open blocks in words."""
         return f"{self._recipe_label(None)}; {self.rule_label}"
 
     def _recipe_label(self, key: str | None) -> str:
@@ -65,7 +67,11 @@ class Arm:
     @property
     def rule_label(self) -> str:
         """The rule in words."""
-        return str(self.rule) or str(Choice("", {"threshold": self.rule_json()["threshold"]}))
+        return self._with_open(str(self.rule) or str(Choice("", {"threshold": self.rule_json()["threshold"]})))
+
+    def _with_open(self, rule: str) -> str:
+        several = "" if self.open_blocks == 1 else f"open_blocks={self.open_blocks}"
+        return ", ".join(filter(None, [rule, several]))
 
     def rule_json(self) -> dict[str, Any]:
         """The rule as plain values, every option included."""
@@ -74,7 +80,8 @@ class Arm:
     def line(self, key: str | None) -> str:
         """The label without a swept option: what it has in common with the other arms of that sweep."""
         rule = self.rule.without(key)
-        shown = str(rule) if rule.options or rule.name or key in self.rule.options else self.rule_label
+        own = rule.options or rule.name or key in self.rule.options
+        shown = self._with_open(str(rule)) if own else self.rule_label
         return "; ".join(filter(None, [self._recipe_label(key), shown]))
 
 
@@ -85,6 +92,7 @@ def expand(
     sweeps: Mapping[str, Sequence[Any]],
     against: Choice | None = None,
     weights: Sequence[str | None] = (None,),
+    open_blocks: Sequence[int] = (1,),
 ) -> tuple[list[Arm], dict[Arm, Arm]]:
     """Every recipe under every rule, at every combination of swept options that they have.
 
@@ -92,9 +100,10 @@ def expand(
         spec: the model's spec.
         recipes, rules: recipes and rules to combine.
         sweeps: values by option of a recipe or of a rule. A recipe or rule without the option is left as it is.
-        against: the recipe that others are compared with, each under its own rule, with weights as they are; None for
-            no comparison.
+        against: the recipe that others are compared with, each under its own rule, with weights as they are and one
+            open block; None for no comparison.
         weights: formats in which weights are stored, or folders, each with every recipe; None for weights as they are.
+        open_blocks: numbers of blocks that are open together, each with every recipe and rule.
 
     Returns:
         The arms, equal ones once, each after the one that it is compared with; and what each is compared with.
@@ -110,14 +119,15 @@ def expand(
             raise UnknownName("option to sweep", key, known)
     arms: dict[Arm, Arm] = {}
     references: dict[Arm, Arm] = {}
-    for recipe, stored, rule in itertools.product(recipes, weights, rules):
+    for recipe, stored, rule, several in itertools.product(recipes, weights, rules, open_blocks):
         mine = [key for key in sweeps if key in {*_known(recipe, of_rule=False), *_known(rule, of_rule=True)}]
         for values in itertools.product(*(sweeps[key] for key in mine)):
             swept = dict(zip(mine, values, strict=True))
             own = {k: v for k, v in swept.items() if k in _known(recipe, of_rule=False)}
             others = {k: v for k, v in swept.items() if k not in own}
             chosen = Choice(rule.name, {**_yielding(rule, others), **others})
-            arm = replace(_arm(spec, Choice(recipe.name, {**recipe.options, **own}), chosen, swept), weights=stored)
+            arm = _arm(spec, Choice(recipe.name, {**recipe.options, **own}), chosen, swept)
+            arm = replace(arm, weights=stored, open_blocks=several)
             if against is not None:
                 reference = _arm(spec, against, chosen, others)
                 arms.setdefault(reference, reference)

@@ -123,6 +123,7 @@ class Keys:
                 "torch": torch.__version__,
                 "recipe": arm.built.to_json(),
                 "rule": arm.rule_json(),
+                **({} if arm.open_blocks == 1 else {"open blocks": arm.open_blocks}),
                 **({} if arm.weights is None else {"stored as": self.stored.get(arm.weights, arm.weights)}),
             }
             self._arms[arm] = json.dumps(value, sort_keys=True)

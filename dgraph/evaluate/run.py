@@ -252,7 +252,12 @@ class Evaluation:
         with nullcontext() if watched is None else watched.watching(program.programs["step"]):
             result = program.generate(
                 [q.prompt for q in batch],
-                Decoding(max_new_tokens=self.max_new_tokens, policy=arm.policy, block_length=self.block_length),
+                Decoding(
+                    max_new_tokens=self.max_new_tokens,
+                    policy=arm.policy,
+                    block_length=self.block_length,
+                    open_blocks=arm.open_blocks,
+                ),
                 progress=count,
                 observer=None if watched is None else watched.observe,
             )

@@ -134,8 +134,8 @@ class StreamOptions(Fields):
 class Asked(Fields):
     """Fields of both endpoints.
 
-    threshold, steps, policy, block_length: as in `dgraph.Decoding`; stream_mode: "draft" brings the block that is being
-    decoded in a field of its own; return_step_map: which step committed each token; canvas: the response in segments, a
+    threshold, steps, policy, block_length, open_blocks: as in `dgraph.Decoding`; stream_mode: "draft" brings the blocks
+    that are being decoded in a field of its own; return_step_map: which step committed each token; canvas: the response in segments, a
     text that is fixed or a number of positions that are free.
     """
 
@@ -157,6 +157,7 @@ class Asked(Fields):
     steps: Positive | None = None
     policy: Name | None = None
     block_length: Positive | None = None
+    open_blocks: Positive | None = None
     stream_mode: Literal["committed", "draft"] | None = None
     return_step_map: bool | None = None
     canvas: Annotated[Listed[Segment], Field(min_length=1)] | None = None

@@ -19,7 +19,7 @@ COMPLETION_TOKENS = 16
 """Default new tokens of a completion, as in OpenAI's API."""
 CHAT_TOKENS = 128
 """Default new tokens of a chat, for models whose every step forwards all of them."""
-DECODING = (*RULE, "block_length", "temperature", "top_p", "top_k", "min_tokens")
+DECODING = (*RULE, "block_length", "open_blocks", "temperature", "top_p", "top_k", "min_tokens")
 """Fields of a request that are also fields of a `Decoding`."""
 TAKEN = (*CompletionRequest.model_fields, *ChatRequest.model_fields)
 """Fields that a refusal can name."""

@@ -233,8 +233,8 @@ class Turns:
 
     def patience(self, policy: LookAhead) -> int:
         """Steps that a request may sit out, as `LookAhead` says."""
-        budgets, block = self.core.scheduler.budgets, self.core.shape.block
-        largest = 2 * block + self.core.shape.mixed
+        budgets = self.core.scheduler.budgets
+        largest = 2 * self.core.shape.width + self.core.shape.mixed
         if self.core.session.spec.attention != "block_causal":
             largest = max(len(a.ids) + a.decoding.max_new_tokens for a in self.asked)
         return policy.patience + 1 + (budgets.sequences - 1) * 2 // (budgets.rows // min(largest, budgets.rows))

@@ -1,7 +1,7 @@
-"""Several open blocks (MultiBD, arXiv 2606.29215) for one sequence in plain Python: every step runs the whole sequence.
+"""Several open blocks (MultiBD, arXiv 2606.29215) for one sequence in plain Python, which recomputes everything.
 
-Nothing is kept from step to step but the tokens and which blocks are open. A row sees all positions up to the end of its
-block. So there is no cache to be wrong, and no forward that writes one.
+Nothing is kept from step to step but the tokens and which blocks are open. A row sees all positions up to the end of
+its block. So there is no cache to be wrong, and no forward that writes one.
 """
 
 from __future__ import annotations

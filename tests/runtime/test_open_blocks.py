@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from tests.models import test_llada2 as llada2
 from tests.oracle import llada2 as plain_llada2
 from tests.oracle import open_blocks as oracle
 from tests.oracle import qwen3
-from tests.recipes.block_causal import EOS, new_tokens, optimized, prompts_for, setup_for
+from tests.recipes.block_causal import new_tokens, optimized, prompts_for, setup_for
 
 MORE = ({"blocks": 2}, {"blocks": 4}, {"blocks": 4, "open_at": 0.0}, {"blocks": 3, "open_at": 1.0, "sure_at": 0.3})
 """Settings of open blocks in the words of the oracle."""
@@ -57,7 +59,9 @@ def other(block: int) -> tuple[dgraph.CompiledModel, oracle.Logits]:
     return compiled(model, "dense"), whole(plain_llada2.forward, llada2.WEIGHTS, llada2.SIZES, block)
 
 
-def traces(made: dgraph.CompiledModel, logits: oracle.Logits, ids: Sequence[list[int]], **words: Any) -> list[oracle.Trace]:
+def traces(
+    made: dgraph.CompiledModel, logits: oracle.Logits, ids: Sequence[list[int]], **words: Any
+) -> list[oracle.Trace]:
     spec = made.spec
     same = {"block": spec.block_length, "mask": spec.mask_id, "stops": spec.eos_ids}
     return [oracle.generate(logits, prompt, **same, **words) for prompt in ids]
@@ -107,3 +111,82 @@ def test_one_open_block_is_the_decode_without_the_setting() -> None:
     assert found.token_ids == usual.token_ids
     assert found.stats.rows == usual.stats.rows
     assert found.token_ids == [t.tokens for t in traces(made, logits, ids, new=30, threshold=0.3, blocks=1)]
+
+
+def test_fixed_tokens_and_stop_tokens_count_where_they_are() -> None:
+    """Blocks of fixed tokens are open like others; the first stop token without a mask before it ends the decode."""
+    made, logits = sdar(8)
+    prompt, new = prompts_for(8)[0], 40
+    free = oracle.generate(logits, prompt, new=new, block=8, mask=made.spec.mask_id, threshold=0.3, blocks=4)
+    for canvas in ([None] * 5 + [20] * 16, [21] * 11, [None, 22] * 12):
+        (trace,) = traces(made, logits, [prompt], new=new, threshold=0.3, blocks=4, fixed=canvas)
+        words = {"max_new_tokens": new, "threshold": 0.3, "open_blocks": 4}
+        assert made.generate(input_ids=[prompt], canvas=[canvas], **words).token_ids == [trace.tokens]
+    setup = setup_for(8)
+    model = replace(setup.model, spec=replace(setup.model.spec, eos_ids=(free.tokens[19],)))
+    ending = optimized(replace(setup, model=model), "dense")
+    (trace,) = traces(ending, logits, [prompt], new=new, threshold=0.3, blocks=4)
+    found = ending.generate(input_ids=[prompt], max_new_tokens=new, threshold=0.3, open_blocks=4)
+    assert found.token_ids == [trace.tokens]
+    assert len(trace.tokens) < new
+
+
+@pytest.mark.parametrize(
+    ("rule", "first"),
+    [
+        (ConfidenceThreshold(0.6), [False, True, False]),
+        (ConfidenceThreshold(0.6, inclusive=True), [False, True, False]),
+        (DynamicThreshold(0.6), [False, True, False]),
+        (DynamicThreshold(0.6, fallback="leftmost"), [True, False, False]),
+        (RelativeThreshold(0.6), [False, True, False]),
+    ],
+)
+def test_a_rule_that_need_not_commit_commits_what_it_is_sure_of(rule: Any, first: list[bool]) -> None:
+    """Row 0 must commit one, row 1 need not, and row 2 is sure of one token."""
+    confidence = torch.tensor([[0.2, 0.5, 0.1], [0.2, 0.5, 0.1], [0.2, 0.7, 0.5]])
+    one = torch.zeros(3, dtype=torch.int64)
+    masked = torch.ones_like(confidence, dtype=torch.bool)
+    given = {"step": one, "decoded": one, "start": one, "prompt": one}
+    candidates = Candidates(one[:, None].expand(3, 3), confidence, masked, one[:, None].expand(3, 3), **given)
+    must = torch.tensor([True, False, False])
+    chosen = rule.choose(replace(candidates, must=must))
+    assert chosen.tolist() == [first, [False, False, False], [False, True, False]]
+    assert rule.choose(candidates)[1].tolist() == first
+
+
+def test_settings_are_checked_and_survive_json() -> None:
+    chosen = Decoding(open_blocks=4, open_at=0.25, sure_at=0.8)
+    assert Decoding.from_json(chosen.to_json()) == chosen
+    for words in ({"open_blocks": 0}, {"open_at": 1.5}, {"sure_at": -0.1}, {"open_at": True}):
+        with pytest.raises(InputError, match=next(iter(words))):
+            Decoding(**words)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "words", "told"),
+    [
+        ("sdar", "dense", {"steps": 4}, "FixedSteps commits something in every block"),
+        ("sdar", "dense", {"policy": DynamicThreshold(0.9, steps=4)}, "DynamicThreshold commits something"),
+        ("sdar", "focus", {}, "this recipe evicts rows by the statistics of one block"),
+        ("sdar", "dyllm", {}, "use 'dense', or open_blocks=1"),
+        ("sdar", "sparse_dllm", {}, "packs the keys around one block"),
+        ("llada", "dense", {}, "rows see the whole canvas"),
+        ("fast_dllm_v2", "dense", {}, "a finished block is encoded in a forward of its own"),
+    ],
+)
+def test_what_takes_one_block_refuses_several(name: str, recipe: str, words: dict[str, Any], told: str) -> None:
+    (tiny,) = models(None, name)
+    with pytest.raises(InputError, match=re.escape(told)):
+        tiny.optimized(recipe).generate(input_ids=[[5, 6, 7]], max_new_tokens=20, open_blocks=2, **words)
+
+
+@first_cases(1, "kind", ["int8", "fp8", "int4"])
+def test_stored_weights_decode_with_several_blocks_open(kind: str) -> None:
+    """The rows of a step are independent of each other but for their keys, in which no weight format differs."""
+    (tiny,) = models(None, "sdar")
+    made = dgraph.optimize(tiny.model, "dense", backend="eager", weights=kind)
+    ids = [[5, 6, 7], [*range(8, 30)]]
+    words = {"max_new_tokens": 30, "threshold": 0.3, "open_blocks": 4}
+    together = made.generate(input_ids=ids, **words)
+    assert together.token_ids == [made.generate(input_ids=[one], **words).token_ids[0] for one in ids]
+    assert together.stats.steps < made.generate(input_ids=ids, **{**words, "open_blocks": 1}).stats.steps

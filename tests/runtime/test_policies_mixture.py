@@ -247,7 +247,8 @@ def test_one_kind_alone_asks_for_no_kind() -> None:
 
 def test_what_differs_from_kind_to_kind() -> None:
     mixture = PolicyMix.of([ConfidenceThreshold(0.5), JointThreshold(), HierarchicalRemask(), Dream(), SCRIPT])
-    want = (Traits(), Traits(edits=True), Traits(edits=True, remasks=True), Traits(may_wait=True), SCRIPT.traits)
+    sure, edits = Traits(holds_back=True), Traits(edits=True)
+    want = (sure, edits, Traits(edits=True, remasks=True), Traits(may_wait=True), SCRIPT.traits)
     assert mixture.kind_traits == want
     assert SCRIPT.traits == Traits(overrules=True)
     assert mixture.traits == Traits(edits=True, remasks=True, may_wait=True, overrules=True)

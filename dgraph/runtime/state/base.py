@@ -51,8 +51,9 @@ class DecodeState(ABC):
     """State of b sequences. Attributes that the transitions replace:
 
     start i64[b]: position of the current block; decoded, steps i64[b]: tokens of this block, and its steps that decoded
-    some (of all open blocks, since it is the current one); counter i64[b]: steps of the sequence; total i64[b]: tokens it has decoded; earlier i64[b]: tokens that the
-    request had decoded before it was preempted, in steps that `counter` counts; kept_rows i64[b]: its rows that reached
+    some (with later open blocks, since it is the current one); counter i64[b]: steps of the sequence; total i64[b]:
+    tokens it has decoded; earlier i64[b]: tokens that the request had decoded before it was preempted, in steps that
+    `counter` counts; kept_rows i64[b]: its rows that reached
     the last layers, all steps; commit_rows i64[b]: its rows forwarded for their keys alone (to commit a block, or to
     renew what others read), all steps; forwards, passes i64[b]: steps of this block, and those that began with no mask
     left; active bool[b]; broken bool[b]: a step gave nothing to commit, or NaN; granted bool[b]: takes part in the next
@@ -211,8 +212,8 @@ class DecodeState(ABC):
     ) -> None:
         """Finish sequences, move on to the next block, and decide which rows the next step forwards.
 
-        masked bool[b, W]: the columns as they were forwarded. settled bool[b]: whether the block is done, where that is not
-        the same as having no mask (its tokens can still be replaced).
+        masked bool[b, W]: the columns as they were forwarded. settled bool[b]: whether the block is done, where that is
+        not the same as having no mask (its tokens can still be replaced).
         """
 
     @property

@@ -14,9 +14,9 @@ committed once all before it are done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -165,9 +165,9 @@ class BlockCausalState(PrefillMixinState):
     def _chosen(self, candidates: Candidates, policy: Policy) -> Tensor:
         if self.open == 1:
             return super()._chosen(candidates, policy)
-        decided = self._decided()
-        nearly = torch.cat([torch.ones_like(decided[:, :1], dtype=torch.bool), decided[:, :-1] >= self.sure_at[:, None]], 1)
-        return policy.choose(candidates.by_block(nearly)).view_as(self.masked)
+        nearly = self._decided() >= self.sure_at[:, None]
+        must = torch.cat([torch.ones_like(nearly[:, :1]), nearly[:, :-1]], dim=1)
+        return policy.choose(candidates.by_block(must)).view_as(self.masked)
 
     def _decided(self) -> Tensor:
         """i64[b, W / B]: decided rows of each block."""
@@ -194,23 +194,23 @@ class BlockCausalState(PrefillMixinState):
         # The keys of a block that began without a mask are final with its first step.
         final = self._leading(~masked) & (self.forwards == 1)[:, None]
         committing = (torch.ones_like(pending) if recommit else pending) & ~final
-        column, ahead = torch.arange(width, device=done.device), (done * self.block)[:, None]
+        ahead = done * self.block
 
-        def move(values: Tensor, coming: Tensor) -> Tensor:
-            """Values [b, n] from as many columns on as are done; [b, W] come after them."""
-            there = torch.arange(values.shape[1], device=done.device) + ahead
-            return torch.cat([values, coming], dim=1).gather(1, there)
+        def moved(values: Tensor, coming: Tensor) -> Tensor:
+            """Values [b, n] without the first columns, those of blocks that are done; [b, W] come after them."""
+            kept = torch.arange(values.shape[1], device=done.device) + ahead[:, None]
+            return torch.cat([values, coming], dim=1).gather(1, kept)
 
-        others = ~self.is_open
+        closed = ~self.is_open
         self.opened = self._open_next(done)
-        # Blocks that are done are forwarded in the columns before; what was there has been committed by this step.
-        previous = move(torch.zeros_like(committing), committing)
-        new = move(others, torch.ones_like(others)) & self.is_open
-        self.pending = torch.cat([previous, move(pending, torch.zeros_like(pending)) | new], dim=1)
+        opens = moved(closed, torch.ones_like(closed)) & self.is_open
+        # Blocks that are done move to the columns before; the blocks there have been committed by this step.
+        commit = moved(torch.zeros_like(committing), committing)
+        self.pending = torch.cat([commit, moved(pending, torch.zeros_like(pending)) | opens], dim=1)
         coming = self.columns + width
-        self.tokens = move(self.tokens, self._at(coming, self.canvas))
-        self.masked = move(self.masked, ~self._at(coming, self.given))
-        self._next_block(done > 0, self.start + ahead[:, 0])
+        self.tokens = moved(self.tokens, self._at(coming, self.canvas))
+        self.masked = moved(self.masked, ~self._at(coming, self.given))
+        self._next_block(done > 0, self.start + ahead)
 
     def _done(self, left: Tensor) -> Tensor:
         return self._leading(~left & self.is_open).sum(dim=1) // self.block
