@@ -135,8 +135,8 @@ class Asked(Fields):
     """Fields of both endpoints.
 
     threshold, steps, policy, block_length, open_blocks: as in `dgraph.Decoding`; stream_mode: "draft" brings the blocks
-    that are being decoded in a field of its own; return_step_map: which step committed each token; canvas: the response in segments, a
-    text that is fixed or a number of positions that are free.
+    that are being decoded in a field of its own; return_step_map: which step committed each token; canvas: the response
+    in segments, a text that is fixed or a number of positions that are free.
     """
 
     neutral = ASKED

@@ -16,7 +16,7 @@ from dgraph.errors import InputError, PassError
 from dgraph.recipes import RECIPES
 from dgraph.testing import TinyModel, models, ranks
 from tests.amounts import first_cases
-from tests.parallel.divided import check_equal, run_of
+from tests.parallel.divided import THRESHOLD, check_equal, run_of
 from tests.runtime.test_statistics import Stable
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -87,6 +87,14 @@ def test_by_default_every_recipe_and_every_family_runs() -> None:
 @pytest.mark.parametrize(("tiny", "recipe", "world"), cases(), ids=str)
 def test_ranks_decode_as_one_process_does(tiny: TinyModel, recipe: str, world: int) -> None:
     check_equal(tiny, world, recipe, OPTIONS.get(recipe, {}))
+
+
+@pytest.mark.parametrize(("name", "world"), [("sdar", 4), ("llada2", 2)])
+def test_ranks_open_the_same_blocks(name: str, world: int) -> None:
+    (tiny,) = models(None, name)
+    alone = run_of(tiny.optimized("dense"), tiny, threshold=THRESHOLD, max_new_tokens=40)
+    whole, _ = check_equal(tiny, world, "dense", {}, max_new_tokens=40, open_blocks=4)
+    assert len(whole.steps) < len(alone.steps)
 
 
 @pytest.mark.parametrize(

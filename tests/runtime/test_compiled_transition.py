@@ -67,6 +67,7 @@ RENOISING = {name: rule for name, rule in RULES.items() if traits_of(rule).renoi
 PLANS = {
     "step": None,
     "mixed": None,
+    "open": None,
     "encode": None,
     "causal": None,
     "causal mixed": None,
@@ -84,7 +85,7 @@ def transition_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     canvas = torch.tensor([[1, 2, 3, *[MASK] * 37], [4, 5, 6, 7, 8, *[MASK] * 2, 9, *[MASK] * 9, 9, *[MASK] * 22]])
     which = torch.arange(2), torch.tensor([3, 5])
     facts: dict[str, Any] = {"max_new_tokens": 18, "block": BLOCK, "mask_id": MASK, "stop_ids": torch.tensor([50])}
-    plan, mixed = PLANS[kind], 9 if "mixed" in kind else 0
+    plan, mixed, open_blocks = PLANS[kind], 9 if "mixed" in kind else 0, 3 if kind == "open" else 1
     if kind in ("encode", "causal", "causal mixed", "kept"):
         kv = KVPlan("response", pairs=(3,)) if kind == "kept" else None
         state: Any = EncodeDenoiseState.begin(
@@ -93,7 +94,7 @@ def transition_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     elif kind == "random":
         state = UniformNoiseState.begin(StateInit(canvas, *which, **facts, vocab=90))
     elif plan is None:
-        state = BlockCausalState.begin(StateInit(canvas, *which, **facts, most_mixed=mixed))
+        state = BlockCausalState.begin(StateInit(canvas, *which, **facts, most_mixed=mixed, open=open_blocks))
     else:
         state = BidirectionalState.begin(StateInit(canvas, *which, **facts, plan=plan, shift=1))
     defaults: dict[str, Any] = {"block_cache": "off", "recommit": True, "select_noise": False}
@@ -103,7 +104,7 @@ def transition_of(kind: str, policy: Policy, **rule: Any) -> StepTransition:
     offers += [*["noise"] * bool(rule.get("select_noise")), *["window", "action"] * (kind == "kept")]
     defaults["inputs"] = (*map(offered, offers), REACHED)
     heat, mixture = rule.pop("temperature", 0.0), PolicyMix.of([policy])
-    decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5))
+    decoding = Decoding(policy=policy, temperature=heat, seed=rule.pop("seed", 5), open_blocks=open_blocks)
     write_request_settings(state, mixture, [Request([1], decoding, index) for index in range(2)])
     transition = StepTransition(BatchConfig(mixture, **defaults | {"sampled": heat > 0} | rule), state, state.capacity)
     if mixed:
@@ -175,6 +176,11 @@ def test_every_rule_can_be_traced(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", ["mixed", "causal mixed"])
 def test_a_prompt_among_the_rows_of_a_step(kind: str) -> None:
     check_rule(kind, "confidence_threshold")
+
+
+@pytest.mark.parametrize("name", ["confidence_threshold", "dynamic_threshold", "relative_threshold"])
+def test_several_open_blocks_of_a_sequence(name: str) -> None:
+    check_rule("open", name)
 
 
 def test_keys_that_are_chosen_when_a_block_is_denoised() -> None:

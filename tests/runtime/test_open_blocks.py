@@ -113,6 +113,25 @@ def test_one_open_block_is_the_decode_without_the_setting() -> None:
     assert found.token_ids == [t.tokens for t in traces(made, logits, ids, new=30, threshold=0.3, blocks=1)]
 
 
+def test_keys_that_are_kept_are_those_of_the_final_tokens() -> None:
+    """A block that was done with others open beside it has written its keys once more, as a whole sequence has them."""
+    made, setup = sdar(8)[0], setup_for(8)
+    ids = prompts_for(8)
+    result = made.generate(
+        input_ids=ids, max_new_tokens=37, threshold=0.3, open_blocks=4, keep_kv=True, ignore_eos=True
+    )
+    assert result.kv is not None
+    for prompt, tokens, kept in zip(ids, result.token_ids, result.kv, strict=True):
+        final = [*prompt, *tokens][: kept.committed]
+        assert kept.committed > len(prompt) + 16
+        cache = qwen3.Cache(setup.config, len(final), setup.weights["model.norm.weight"])
+        limits = [(at // 8 + 1) * 8 for at in range(len(final))]
+        qwen3.forward(setup.weights, setup.config, final, range(len(final)), limits, cache)
+        for layer, (k, v) in enumerate(kept.layers):
+            torch.testing.assert_close(k[: len(final)], cache.k[layer], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(v[: len(final)], cache.v[layer], rtol=1e-4, atol=1e-4)
+
+
 def test_fixed_tokens_and_stop_tokens_count_where_they_are() -> None:
     """Blocks of fixed tokens are open like others; the first stop token without a mask before it ends the decode."""
     made, logits = sdar(8)
@@ -180,10 +199,9 @@ def test_what_takes_one_block_refuses_several(name: str, recipe: str, words: dic
         tiny.optimized(recipe).generate(input_ids=[[5, 6, 7]], max_new_tokens=20, open_blocks=2, **words)
 
 
-@first_cases(1, "kind", ["int8", "fp8", "int4"])
-def test_stored_weights_decode_with_several_blocks_open(kind: str) -> None:
-    """The rows of a step are independent of each other but for their keys, in which no weight format differs."""
-    (tiny,) = models(None, "sdar")
+@first_cases(2, "name, kind", [("sdar", "int8"), ("native", None), ("sdar", "fp8"), ("sdar_moe", "int4")])
+def test_other_families_and_stored_weights_decode_with_several_blocks_open(name: str, kind: str | None) -> None:
+    (tiny,) = models(None, name)
     made = dgraph.optimize(tiny.model, "dense", backend="eager", weights=kind)
     ids = [[5, 6, 7], [*range(8, 30)]]
     words = {"max_new_tokens": 30, "threshold": 0.3, "open_blocks": 4}

@@ -251,7 +251,7 @@ def test_what_differs_from_kind_to_kind() -> None:
     want = (sure, edits, Traits(edits=True, remasks=True), Traits(may_wait=True), SCRIPT.traits)
     assert mixture.kind_traits == want
     assert SCRIPT.traits == Traits(overrules=True)
-    assert mixture.traits == Traits(edits=True, remasks=True, may_wait=True, overrules=True)
+    assert mixture.traits == Traits(edits=True, remasks=True, may_wait=True, overrules=True, holds_back=True)
     kind = torch.tensor([4, 0, 3, 1, 2, 1])
     edited = per_sequence(lambda traits: traits.edits, mixture, kind)
     assert isinstance(edited, Tensor)

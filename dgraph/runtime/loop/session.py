@@ -283,13 +283,12 @@ class BlockSession:
             )
         block, causal = self.spec.block_length, self.spec.attention == "block_causal"
         self._sequences = max(self._sequences, 1 << (batch - 1).bit_length())
-        room, open = max(tokens, 2 * block), chosen.open_blocks
+        room = max(tokens, 2 * block)
         if self._transitions.compiles and causal:
             self._transitions.widen(tokens, block)
-        # On a canvas of the width that later batches share, if they can.
-        slots = self.batch([chosen], self.shape(batch, room, block, True, open), fixed=True)
-        longest = Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))
-        slots.admit(range(batch), [longest] * batch)  # makes their pages
+        # On a canvas of the width that later batches share, if they can. To admit requests makes their pages.
+        slots = self.batch([chosen], self.shape(batch, room, block, True, chosen.open_blocks), fixed=True)
+        slots.admit(range(batch), [Request([self.spec.mask_id], replace(chosen, max_new_tokens=room - 1))] * batch)
         slots.clear()
         if self.packed is not None:
             self.packed.reserve(batch, room)

@@ -6,7 +6,7 @@ values then see only decoded tokens); it rides in the same forward as the next s
 exact for block-causal attention: every layer writes its keys before any row reads them, and each row has its own limit.
 The rest of a prompt may ride in that forward too (see `PrefillMixinState`).
 
-Several blocks are open by the rule of MultiBD (arXiv 2606.29215, section 3). The next block opens once the last one has
+Several blocks are open by the rule of MultiBD (arXiv 2606.29215). The next block opens once the last one has
 `open_at` decided rows. A block must commit a token in each step if the block before it has `sure_at` decided rows;
 otherwise it commits what the rule is sure of. As open blocks change, so do the keys of those after them; so a block is
 committed once all before it are done.
@@ -222,9 +222,9 @@ class BlockCausalState(PrefillMixinState):
 
     def _open_next(self, done: Tensor) -> Tensor:
         """i64[b]: blocks that are open once the first ones, i64[b], are done."""
-        decided = self._decided().gather(1, self.opened[:, None] - 1)[:, 0]
-        left = self.opened - done
+        left, number = self.opened - done, torch.arange(self.open, device=done.device)
+        begun = (self._decided() >= self.open_at[:, None]) & (number == self.opened[:, None] - 1)
         # A block without a position of the response's rest has nothing to decide.
         most = torch.minimum(self.most_open, (self.last - self.start) // self.block + 1 - done)
-        opens = (left > 0) & (decided >= self.open_at)
+        opens = (left > 0) & begun.any(dim=1)
         return torch.minimum(left + opens, most).clamp(min=1)
