@@ -96,8 +96,8 @@ class _Group:
         rows: their rows, R of each; a sequence with fewer repeats its first. A slice if they are each other's
             neighbours and none is repeated, else i64[g * R].
         live: places in [g * R] of the rows that are not repeated, i64[live]; None: all.
-        pages: i64[g * n], pages of the first positions of each, filled up to a number n that depends on the number of
-            positions that the sequence sees alone.
+        pages: i64[g * n], pages of the first positions of each, filled up to n of them. The number depends on how many
+            positions the sequence sees, and on nothing else.
         unseen: i64[u], the slots in those pages that no row of their sequence sees; they may hold NaN.
         slots: i64[K], the positions in the n pages of a sequence.
         alike: all rows of a sequence see the same.
