@@ -213,8 +213,8 @@ def workspace(
     """Bytes of one chunk.
 
     On a GPU: its logits, its rows unless they are packed, and the weight if it is dequantised first
-    (`dgraph.ops.products.stored`). On a CPU, at temperature 0: its logits, and of the rows that are decided together
-    the softmax in fp32, and logits in half precision in fp32.
+    (`dgraph.ops.products.stored`). On a CPU, at temperature 0: its logits, and for the rows that are decided together
+    their softmax in fp32. Logits in half precision are converted to fp32 first.
     """
     rows = min(len(candidate), max_num_logits)
     logits = rows * len(weight)
