@@ -42,6 +42,7 @@ from dgraph.plans.calibration import Calibration as Calibration
 from dgraph.recipes import RECIPES as RECIPES
 from dgraph.recipes import Phase as Phase
 from dgraph.recipes import Recipe as Recipe
+from dgraph.runtime.constraints.constraint import Constraint as Constraint
 from dgraph.runtime.decoding import Decoding as Decoding
 from dgraph.runtime.sampling.sampler import Sampler as Sampler
 from dgraph.spec import ModelSpec as ModelSpec

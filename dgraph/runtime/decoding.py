@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dgraph.errors import InputError
+from dgraph.runtime.constraints.constraint import Constraint
 from dgraph.runtime.policies import DecodeRule, Policy, bound, chosen_policy, policy_of, policy_sampler
 from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
 from dgraph.runtime.sampling.stops import check_stops
@@ -49,6 +50,8 @@ class Decoding:
             comes earlier is one of the response's tokens; it has no text, like other special tokens.
         stop: texts that end a response where they first occur; they are left out.
         seed: of the draws.
+        constraint: the texts that a response may be, see `Constraint`. Not with ignore_eos,
+            min_tokens or stop, which end a response elsewhere.
 
     Raises:
         UnknownName: an unknown policy, or an option that the policy does not have.
@@ -71,6 +74,7 @@ class Decoding:
     min_tokens: int = 0
     stop: Sequence[str] = ()
     seed: int = 0
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         check_stops(self.stop)
@@ -91,7 +95,25 @@ class Decoding:
             )
         if not _is_int(self.seed):
             raise InputError(f"seed must be a whole number, got {self.seed!r}.", field="seed")
+        self._check_constraint()
         _ = self.rule, self.sampling  # so that wrong values are refused here
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise InputError(
+                f"constraint must be a dgraph.Constraint, got {self.constraint!r:.80}; make one with "
+                f"Constraint.json_schema(...), .regex, .choice or .lark.",
+                field="constraint",
+            )
+        for name in ("ignore_eos", "min_tokens", "stop"):
+            if getattr(self, name):
+                raise InputError(
+                    f"{name}={getattr(self, name)!r} cannot be used with a constraint, which says where a response "
+                    f"ends; leave one of them out.",
+                    field=name,
+                )
 
     @cached_property
     def rule(self) -> Policy:
@@ -117,6 +139,11 @@ class Decoding:
     def of(cls, given: Decoding | None, keywords: Mapping[str, Any]) -> Decoding:
         """The `Decoding` that a function was given, or one made from its keywords; see `settings_of`."""
         return settings_of(cls, given, keywords)
+
+    @property
+    def needs_logits(self) -> bool:
+        """True if the runtime must take tokens from logits, since a program that decides by itself cannot."""
+        return self.sampling.needs_logits or self.constraint is not None
 
     @property
     def says_rule(self) -> bool:
@@ -163,6 +190,8 @@ class Decoding:
             found["policy"] = self.policy.to_json()
         if isinstance(self.sampler, Sampler):
             found["sampler"] = self.sampler.to_json()
+        if self.constraint is not None:
+            found["constraint"] = self.constraint.to_json()
         return {**found, "stop": list(self.stop)} if self.stop else found
 
     @classmethod
@@ -177,6 +206,8 @@ class Decoding:
             found["policy"] = policy_of(**found["policy"])
         if isinstance(found.get("sampler"), Mapping):
             found["sampler"] = Sampler.from_json(found["sampler"])
+        if isinstance(found.get("constraint"), Mapping):
+            found["constraint"] = Constraint.from_json(found["constraint"])
         return cls.of(None, found)
 
 
