@@ -179,6 +179,11 @@ class FileTokenizer:
         raw = bytes(_BYTES[letter] for letter in name) if _BYTES.keys() >= set(name) else b""
         return raw if raw.decode(errors="replace") == text else None
 
+    def serialised(self) -> str:
+        """The tokenizer as the package tokenizers writes it."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     def with_mask(self, mask: str) -> FileTokenizer:
         """The same, with the mask token that is written so; one that the vocabulary lacks gets the next free id."""
         from tokenizers import AddedToken, Tokenizer

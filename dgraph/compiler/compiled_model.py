@@ -136,6 +136,7 @@ class CompiledModel(Described):
             pool=self.graph_pool,
             compiler=transitions,
             ranks=ranks,
+            tokenizer=self.model.tokenizer,
         )
 
     def with_logit_rows(self, rows: int) -> CompiledModel:
@@ -419,7 +420,7 @@ class CompiledModel(Described):
             check_modes(self.spec, chosen.rule, chosen.sampling)
         policy = PolicyMix.of([chosen.rule for chosen in decodings])
         asked = statistics_of(policy)
-        variant = LOGITS if any(chosen.sampling.needs_logits for chosen in decodings) else measuring(policy)
+        variant = LOGITS if any(chosen.needs_logits for chosen in decodings) else measuring(policy)
         if not variant or "logits" in self.programs["step"].output_names:
             return
         if variant not in self._session.variants:

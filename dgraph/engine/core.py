@@ -265,7 +265,7 @@ class EngineCore:
     def _like(chosen: Decoding) -> Any:
         """A value that is equal for decodings that one batch serves without any change."""
         sampler = chosen.sampling
-        return policy_key(kind_of(chosen.rule)), sampler.temperature > 0, sampler.needs_logits
+        return policy_key(kind_of(chosen.rule)), sampler.temperature > 0, chosen.needs_logits
 
     def _extend(self, batch: Batch) -> None:
         """Get pages for the blocks that each sequence may forward after the next step.

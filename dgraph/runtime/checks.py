@@ -20,7 +20,7 @@ from dgraph.runtime.loop.step_inputs import STEP_INPUTS, declared
 from dgraph.runtime.policies import Policy, check_needs, statistics_of, traits_of, widest_tail
 from dgraph.runtime.requests import Canvas
 from dgraph.runtime.sampling.sampler import Sampler
-from dgraph.spec import ModelSpec
+from dgraph.spec import ModelSpec, given_as
 
 
 def check_session(
@@ -154,6 +154,40 @@ def check_plan(policy: Policy, plan: RowPlan | None) -> None:
             f"order drawn once per block), policy='sequential', or another recipe.",
             field="policy",
         )
+
+
+def check_constraint(spec: ModelSpec, policy: Policy) -> None:
+    """Check that a model and a rule can keep to a constraint.
+
+    Raises:
+        InputError: a model without stop tokens, or a rule that changes or moves what is committed.
+    """
+    if not spec.eos_ids:
+        raise InputError(
+            f"a constraint needs a token that ends a response, and {spec.family} has none; give {given_as('eos_ids')}.",
+            field="constraint",
+        )
+    traits = traits_of(policy)
+    changes = [name for name in UNGUIDED if getattr(traits, name)]
+    if changes:
+        raise InputError(
+            f"{type(policy).__name__} {UNGUIDED[changes[0]]}, so a constraint cannot be kept under it; choose a rule "
+            f"that only commits masks, such as threshold=0.9.",
+            field="policy",
+        )
+
+
+UNGUIDED = {
+    "edits": "replaces committed tokens",
+    "remasks": "takes committed tokens back",
+    "moves": "moves committed tokens",
+    "extends": "makes the response longer",
+    "inserts": "puts masks between committed tokens",
+    "renoises": "draws a whole canvas anew in each step",
+    "autoregressive": "commits what causal rows predict without a choice",
+    "drafts": "verifies drafts of several tokens",
+}
+"""Traits of rules that no constraint goes with, and what a rule with one does."""
 
 
 def check_rule(policy: Policy, sampler: Sampler, step: Program, block_cache: str, plan: RowPlan | None = None) -> None:
@@ -412,6 +446,10 @@ def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | No
         raise InputError(message, field="canvas")
     if not canvas:
         return ()
+    if decoding.constraint is not None:
+        raise InputError(
+            f"{what} fixes tokens, which a constraint cannot go with yet; leave one of them out.", field="canvas"
+        )
     if spec.noise == "uniform":
         raise InputError(
             f"{what}: {spec.family} decodes a canvas as a whole, so nothing of a response can be fixed; leave "

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from dgraph.lowering.program import Program
 from dgraph.plans.kv import PAGES, KVPlan
+from dgraph.runtime.constraints.guide import Guide
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.store import KVStore
@@ -126,6 +127,7 @@ class SlotState:
         began: steps that it had had by that report.
         end: end of its response by that report.
         mixed: True if its first step encodes the rest of its prompt.
+        guide: keeps the response to its constraint, if it has one.
     """
 
     request: Request
@@ -137,6 +139,7 @@ class SlotState:
     began: int = 0
     end: int = 0
     mixed: bool = False
+    guide: Guide | None = None
 
     @property
     def left(self) -> int:

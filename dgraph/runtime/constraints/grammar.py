@@ -12,8 +12,11 @@ from numpy.typing import NDArray
 
 from dgraph.errors import InputError
 
-WHITESPACE = r"[ \t\n\r]{0,20}"
-"""White space between the parts of JSON: bounded, since models repeat it without end."""
+WHITESPACE = r"( |\n {0,16})?"
+"""White space between the parts of JSON: a space, or a new line and its indent. Models repeat more without end."""
+
+UNFORCED = '%llguidance {"no_forcing": true}\n'
+"""Line of a grammar: no text is forced, since looking for such a text can go on without end."""
 
 
 def library() -> Any:
@@ -42,7 +45,10 @@ def schema_grammar(schema: str) -> str:
 
 def regex_grammar(expression: str) -> str:
     """Grammar of texts that a regular expression matches as a whole."""
-    return _unforced(library().LLMatcher.grammar_from_regex(expression))
+    made = json.loads(library().LLMatcher.grammar_from_regex(expression))
+    for part in made["grammars"]:
+        part["lark_grammar"] += f"\n{UNFORCED}"
+    return json.dumps(made)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -52,16 +58,10 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(grammar: str) -> str:
     """A grammar in the Lark format."""
-    return _unforced(library().LLMatcher.grammar_from_lark(grammar))
-
-
-def _unforced(grammar: str) -> str:
-    """A grammar without texts that are forced: looking for these can go on without end."""
-    made = json.loads(grammar)
-    for part in made["grammars"]:
-        if "%llguidance" not in part["lark_grammar"]:
-            part["lark_grammar"] += '\n%llguidance {"no_forcing": true}\n'
-    return json.dumps(made)
+    if "%llguidance" not in grammar:
+        grammar = f"{grammar}\n{UNFORCED}"
+    found: str = library().LLMatcher.grammar_from_lark(grammar)
+    return found
 
 
 def wrong_with(grammar: str) -> str:

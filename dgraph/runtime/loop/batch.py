@@ -19,6 +19,8 @@ from torch import Tensor
 from dgraph.lowering.program import ProgramResult
 from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.plans.rows import RowCounts, RowPlan
+from dgraph.runtime.constraints.guide import Guide
+from dgraph.runtime.constraints.vocabulary import Vocabulary
 from dgraph.runtime.graphs.upload import upload
 from dgraph.runtime.kv.packed import PackedKV
 from dgraph.runtime.kv.page_tables import PageTables
@@ -70,6 +72,7 @@ class Batch:
             most. The end of a sequence, or an error in it, is then noticed one step later.
         stats: counters of steps, rows and times.
         observer: called with every step, at the price of copies to the host.
+        vocabulary: tokens of the model, for requests with a constraint.
 
     Attributes:
         running: the request in each slot that has one.
@@ -92,13 +95,14 @@ class Batch:
         foresee: bool = False,
         stats: GenerationStats | StageCounts | None = None,
         observer: Callable[[StepRecord], None] | None = None,
+        vocabulary: Callable[[], Vocabulary] | None = None,
     ):
         self.spec, self.config, self.programs, self.shape = spec, config, programs, shape
         self.kv, self.packed, self.plan = kv, packed, plan
         self.by_block, self._sized, self._observer, self.lenient = by_block, sized, observer, False
         self._refusals = Refusals()
         self.stats: GenerationStats | StageCounts = GenerationStats() if stats is None else stats
-        self._make = transition
+        self._make, self._vocabulary = transition, vocabulary
         self.running: dict[int, SlotState] = {}
         self.causal = spec.attention == "block_causal"
         if packed is not None:
@@ -135,6 +139,7 @@ class Batch:
         """
         if not requests:
             return
+        guides = [self._guide(request) for request in requests]
         tables = 2 if self.config.guided else 1
         block = self.shape.block
         tokens = [first_positions(request, block, self.by_block, self.spec) for request in requests]
@@ -153,12 +158,22 @@ class Batch:
             start = prompt if self.causal else len(request.ids)
             self.running[slot] = SlotState(request, mine, prompt, shares, start=start, began=request.steps)
             self.running[slot].end = len(request.ids) + request.first_length
+            self.running[slot].guide = guides[place]
         self._tables.changed(slots)
         if self.packed is not None:  # after `running` is set: if memory runs out, running requests are retired
             self.packed.open(slots, candidates)
         self.transition.admit(slots, self._begin(requests, torch.device("cpu")))
         if self._counts is not None:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])
+
+    def _guide(self, request: Request) -> Guide | None:
+        """Guide of a request with a constraint; raises `InputError` if no tokens of the model satisfy it."""
+        chosen, begun = request.decoding, request.decoded
+        if chosen.constraint is None:
+            return None
+        assert self._vocabulary is not None
+        given = request.ids[len(request.ids) - begun :]
+        return Guide(chosen.constraint, self._vocabulary(), begun + chosen.max_new_tokens, given)
 
     def retire(self, slots: Sequence[int], clear: bool = False) -> None:
         """Take requests out of their slots, finished or not, and free their pages. clear: reset wrong numbers first."""
@@ -371,6 +386,8 @@ class Batch:
         if not {"token", "confidence"} <= outputs.keys():
             samplers = {slot: one.request.decoding.sampling for slot, one in self.running.items()}
             outputs = self._decide(transition, samplers, outputs, other, inputs, self.lenient)
+            guides = {slot: (one.guide, len(one.request.ids)) for slot, one in self.running.items()}
+            outputs = self._decide.guided(transition, guides, outputs, self.lenient)
         self._flying = None
         if self._observer is None:
             self._flying = Flight(self._steps)
@@ -408,6 +425,8 @@ class Batch:
             return None
         if self.config.policy.traits.extends:  # a step that follows a growth forwards every row
             return None
+        if any(one.guide is not None for one in self.running.values()):
+            return None  # the host decides with the tokens of the step before
         rows = self._rows_of(slots)
         if not rows or rows > (self.shape.most_rows or rows):
             return None

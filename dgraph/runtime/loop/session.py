@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from dgraph.plans.kv import PAGES, KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.ranks.groups import Alone, Group
 from dgraph.runtime import checks
+from dgraph.runtime.constraints.vocabulary import Vocabulary, vocabulary_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.graphs.pool import GraphPool
 from dgraph.runtime.kv.packed import PackedKV
@@ -86,6 +88,7 @@ class BlockSession:
             padded to few widths and the page table to the model's longest sequence.
         compiler: provides the compiled transition for a capture, and compiles it in a warm-up; None captures it op by
             op.
+        tokenizer: says which texts tokens stand for, to requests with a constraint.
         ranks: group of processes that hold the model; None for this process alone. Each rank makes the same calls, with
             the same arguments.
 
@@ -112,6 +115,7 @@ class BlockSession:
         pool: GraphPool | None = None,
         compiler: TraceCompiler | None = None,
         ranks: Group | None = None,
+        tokenizer: Any = None,
     ):
         self.ranks: Group = ranks or Alone()
         if select_noise is None:
@@ -119,6 +123,7 @@ class BlockSession:
         checks.check_session(spec, programs, block_cache, select_noise, plan, kv, recommit)
         self.plan = plan or (RowPlan() if spec.attention == "bidirectional" else None)
         self.spec, self.programs = spec, dict(programs)
+        self._tokenizer = tokenizer
         self.variants: dict[str, Mapping[str, Program]] = {}
         self.block_cache: BlockCache = block_cache
         self.recommit, self.select_noise, self.pool = recommit, select_noise, pool
@@ -132,6 +137,11 @@ class BlockSession:
         self.kv = KVStore(caches, page_size=size, device=self.device, prefilled=written)
         entries = [spec for spec in inputs if spec.per == "packed"]
         self.packed = None if kv is None else PackedKV(entries, spec.layers, kv, self.device)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Tokens of the model, for constraints; raises `InputError` where they cannot be told."""
+        return vocabulary_of(self._tokenizer, self.spec)
 
     @property
     def paged(self) -> bool:
@@ -393,6 +403,7 @@ class BlockSession:
             foresee=foresee,
             stats=stats,
             observer=observer,
+            vocabulary=lambda: self.vocabulary,
         )
 
     def batch_config(self, decodings: Sequence[Decoding], block: int) -> tuple[BatchConfig, Programs]:
@@ -408,7 +419,7 @@ class BlockSession:
             raise InputError("requests with and without guidance (cfg_scale) cannot share a batch.")
         sampled = any(chosen.sampling.temperature > 0 or traits_of(chosen.rule).renoises for chosen in decodings)
         policy = PolicyMix.of([chosen.rule for chosen in decodings])
-        needs_logits = any(chosen.sampling.needs_logits for chosen in decodings)
+        needs_logits = any(chosen.needs_logits for chosen in decodings)
         read = {name: program.inputs for name, program in self._variant(policy, needs_logits).items()}
         fixed = self.block_cache, self.recommit, self.select_noise
         config = BatchConfig(policy, *fixed, sampled, given_inputs(declared(read).values()), guides.pop())
@@ -417,10 +428,13 @@ class BlockSession:
     def check(self, chosen: Decoding, block: int) -> None:
         """Check a decoding. Raises `InputError` if the session's programs cannot serve it."""
         policy, sampler = chosen.rule, chosen.sampling
-        step = self._variant(policy, sampler.needs_logits)["step"]
+        step = self._variant(policy, chosen.needs_logits)["step"]
         checks.check_rule(policy, sampler, step, self.block_cache, self.plan)
         checks.check_modes(self.spec, policy, sampler)
         checks.check_open_blocks(self.spec, chosen, step, self.block_cache, self.plan, self.packed is not None)
+        if chosen.constraint is not None:
+            checks.check_constraint(self.spec, policy)
+            _ = self.vocabulary
         check_script(policy, block, "script" in step.inputs)
         if sampler.cfg_scale > 0 and self.packed is not None:
             raise InputError(
@@ -442,7 +456,7 @@ class BlockSession:
 
     def declare(self, chosen: Decoding) -> None:
         """Make the caches per position that requests with such a decoding need."""
-        self._programs_for(chosen.rule, chosen.sampling.needs_logits)
+        self._programs_for(chosen.rule, chosen.needs_logits)
 
     @property
     def cache_bytes(self) -> int:

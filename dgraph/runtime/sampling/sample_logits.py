@@ -10,6 +10,7 @@ from torch import Tensor
 from dgraph.errors import LoweringError
 from dgraph.ops.kv.row_slots import reference as row_slots
 from dgraph.ops.statistics import kept_rows, measure_rows
+from dgraph.runtime.constraints.guide import Guide, Offer
 from dgraph.runtime.loop.step_inputs import standing_tokens
 from dgraph.runtime.loop.transition import FILLERS, StepTransition
 from dgraph.runtime.policies import statistics_of
@@ -88,6 +89,64 @@ class Decide:
                 dtype = torch.int64 if name == "token" else torch.float32
                 decided[name] = torch.full(row.shape, FILLERS[name], dtype=dtype, device=row.device)
         return {**outputs, **decided}
+
+    def guided(
+        self,
+        transition: StepTransition,
+        guides: Mapping[int, tuple[Guide | None, int]],
+        outputs: Mapping[str, Tensor],
+        lenient: bool,
+    ) -> Mapping[str, Tensor]:
+        """The outputs with the tokens that guides propose in the place of those taken from logits.
+
+        Args:
+            transition: rows and state of the step.
+            guides: by slot, the guide of its response, and the positions before that response's `begun` tokens.
+            outputs: logits, token and confidence of the step.
+            lenient: as in `__call__`.
+        """
+        asked = {slot: one for slot, (one, _) in guides.items() if one is not None and slot not in self.failed}
+        if not asked:
+            return outputs
+        rows, state, logits = transition.rows, transition.state, outputs["logits"]
+        kept = outputs.get("kept")
+        row = torch.arange(len(logits), device=logits.device) if kept is None else kept
+        at = row.clamp(min=0, max=len(rows.masked) - 1)
+        live = (row >= 0) & (row < len(rows.masked)) & rows.candidate[at]
+        if rows.added is not None:
+            live = live & ~rows.added[at]
+        sequence = torch.where(live, rows.sequence[at], -1).tolist()
+        position = (state.start[rows.sequence[at]] + rows.column[at] - self._block).tolist()
+        starts, canvas = state.start.tolist(), state.canvas.cpu()
+        masked = state.block_masked.cpu()
+        token, confidence = outputs["token"].clone(), outputs["confidence"].clone()
+        for slot, guide in asked.items():
+            begin = guides[slot][1] - guide.begun
+            stop = starts[slot] + self._block
+            known: list[int | None] = list(canvas[slot, begin:stop].tolist())
+            for column in masked[slot].nonzero()[:, 0].tolist():
+                if starts[slot] + column >= begin:
+                    known[starts[slot] + column - begin] = None
+            entries = [entry for entry, owner in enumerate(sequence) if owner == slot]
+            if not entries:
+                continue
+            try:
+                own = logits[entries].float().cpu()
+                own[:, [i for i in (self._spec.mask_id,) if i >= 0]] = -torch.inf
+                offers = {
+                    position[entry] - begin: Offer(own[n].numpy(), int(token[entry]), float(confidence[entry]))
+                    for n, entry in enumerate(entries)
+                }
+                found = guide.propose(known, offers)
+            except Exception as error:
+                if not lenient:
+                    raise
+                self.failed[slot] = error
+                continue
+            for entry in entries:
+                if (said := found.get(position[entry] - begin)) is not None:
+                    token[entry], confidence[entry] = said
+        return {**outputs, "token": token, "confidence": confidence}
 
     def _decode(
         self,
