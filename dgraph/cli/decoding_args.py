@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgraph.errors import InputError
+
 if TYPE_CHECKING:
+    from dgraph.runtime.constraints.constraint import Constraint
     from dgraph.runtime.decoding import Decoding
 
 Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")]
@@ -38,6 +42,13 @@ TopK = Annotated[
     typer.Option(help="Sample from the K most likely tokens; 0 for all.", show_default="the policy's, or 0"),
 ]
 Stop = Annotated[list[str] | None, typer.Option(help="A text that ends a response; may be repeated.")]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="A JSON schema that every response satisfies.", show_default=False),
+]
+Regex = Annotated[
+    str | None, typer.Option(help="A regular expression that every response matches as a whole.", show_default=False)
+]
 Seed = Annotated[int, typer.Option(help="Random seed for sampling.")]
 Backend = Annotated[str, typer.Option(help="inductor, or eager to run op by op.")]
 Cache = Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")]
@@ -54,7 +65,24 @@ def decoding_of(given: Mapping[str, Any]) -> Decoding:
     from dgraph.runtime.decoding import Decoding
 
     found = {field.name: given[field.name] for field in fields(Decoding) if field.name in given}
-    return Decoding(**{**found, "stop": found.get("stop") or ()})
+    return Decoding(**{**found, "stop": found.get("stop") or (), "constraint": _constraint_of(given)})
+
+
+def _constraint_of(given: Mapping[str, Any]) -> Constraint | None:
+    schema, regex = given.get("json_schema"), given.get("regex")
+    if schema is None and regex is None:
+        return None
+    from dgraph.runtime.constraints.constraint import Constraint
+
+    if schema is None:
+        return Constraint.regex(str(regex))
+    if regex is not None:
+        raise InputError("--json-schema and --regex exclude each other; leave one of them out.")
+    try:
+        text = Path(schema).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--json-schema {schema} cannot be read: {error}.") from None
+    return Constraint.json_schema(text)
 
 
 def command_line(context: typer.Context, name: str, *more: str) -> str:

@@ -63,6 +63,8 @@ def generate(
     top_p: args.TopP = None,
     top_k: args.TopK = None,
     stop: args.Stop = None,
+    json_schema: args.JsonSchema = None,
+    regex: args.Regex = None,
     seed: args.Seed = 0,
     max_batch: Annotated[
         int | None,

@@ -448,7 +448,7 @@ def _check_canvas(spec: ModelSpec, index: int, canvas: Sequence[int | None] | No
         return ()
     if decoding.constraint is not None:
         raise InputError(
-            f"{what} fixes tokens, which a constraint cannot go with yet; leave one of them out.", field="canvas"
+            f"{what} fixes tokens, which cannot be combined with a constraint; leave one of them out.", field="canvas"
         )
     if spec.noise == "uniform":
         raise InputError(

@@ -68,7 +68,7 @@ EXPRESSIONS = st.recursive(
 CONSTRAINTS = st.one_of(
     SCHEMAS.map(Constraint.json_schema),
     EXPRESSIONS.map(Constraint.regex),
-    st.lists(st.text("ab {\"é", min_size=1, max_size=6), min_size=1, max_size=4).map(Constraint.choice),
+    st.lists(st.text('ab {"é', min_size=1, max_size=6), min_size=1, max_size=4).map(Constraint.choice),
 )
 
 
@@ -104,17 +104,14 @@ def decode(constraint: Constraint, block: int, limit: int, seed: int) -> tuple[l
     while len(known) < limit:
         known += [None] * block
         while None in known[:limit]:
-            free = [at for at, token in enumerate(known) if token is None]
+            free = [at for at, token in enumerate(known[:limit]) if token is None]
             logits = draw.normal(0, 4, (len(free), words.spec.vocab)).astype(np.float32)
             shown = [n for n in range(len(free)) if draw.random() < 0.8] or [0]
             offers = {free[n]: Offer(logits[n], int(logits[n].argmax()), 0.5) for n in shown}
             found = guide.propose(known, offers)
             taken = draw.choice(sorted(found), size=min(len(found), int(draw.integers(1, 4))), replace=False)
-            for at in taken.tolist() if found else []:
+            for at in taken.tolist():
                 known[at] = found[at][0]
-            if not found:
-                known = known[:limit] + [None] * 0
-                break
             first = next((at for at, token in enumerate(known) if token is None), len(known))
             stops = [at for at, token in enumerate(known[:first]) if token in ends]
             if stops:
