@@ -31,6 +31,7 @@ from dgraph.lowering.stage import run_in_order
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.ops.statistics import Statistic
+from dgraph.passes.adjust_logits import AdjustLogits
 from dgraph.passes.base import Report
 from dgraph.passes.measure_rows import MeasureRows
 from dgraph.private.triton import target_of
@@ -40,9 +41,11 @@ from dgraph.runtime.checks import canvases_of, check_modes, either, ids_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
 from dgraph.runtime.kv.store import page_size_for
-from dgraph.runtime.loop.session import LOGITS, BlockSession, measuring
+from dgraph.runtime.loop.session import BlockSession
+from dgraph.runtime.loop.variants import ADJUSTED, LOGITS, variant_of
 from dgraph.runtime.policies import PolicyMix, statistics_of
 from dgraph.runtime.results import Generation, Progress, SequenceKV
+from dgraph.runtime.sampling.adjustments import with_ids
 from dgraph.runtime.sampling.stops import says_stop, trim
 from dgraph.runtime.stats import GenerationStats, StepRecord
 from dgraph.settings import settings_of
@@ -255,7 +258,8 @@ class CompiledModel(Described):
         tokenizer, chosen = self.model.tokenizer, asked.decoding
         if tokenizer is None:
             return Result(None, generation.token_ids, generation.stats, generation.kv)
-        cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens) for ids in generation.token_ids]
+        kept = chosen.include_stop_str_in_output
+        cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens, kept) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
 
     def asked(
@@ -268,7 +272,7 @@ class CompiledModel(Described):
     ) -> Asked:
         """Arguments of `generate` as ids, for `decode`; raises what it does for them."""
         either(prompts, input_ids)
-        chosen = decoding.for_model(self.spec)
+        chosen = with_ids(decoding.for_model(self.spec), self.model.tokenizer)
         if chosen.stop and self.model.tokenizer is None:
             raise InputError(
                 f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
@@ -413,14 +417,19 @@ class CompiledModel(Described):
             self._in_use.release()
 
     def _prepare(self, decodings: Sequence[Decoding]) -> None:
-        """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, or
-        for statistics that policies ask for. Threads that ask an engine for the same at once wait for the first.
+        """Lower the step once more, unless that was done: for samplers that need its logits, where it keeps none, for
+        requests that adjust them, or for statistics of policies. Threads that ask an engine for the same at once wait
+        for the first.
         """
         for chosen in decodings:
             check_modes(self.spec, chosen.rule, chosen.sampling)
-        policy = PolicyMix.of([chosen.rule for chosen in decodings])
-        asked = statistics_of(policy)
-        variant = LOGITS if any(chosen.needs_logits for chosen in decodings) else measuring(policy)
+        asked = statistics_of(PolicyMix.of([chosen.rule for chosen in decodings]))
+        variant = variant_of(decodings)
+        if variant == ADJUSTED and self.captured.sharding is not None:
+            raise InputError(
+                "biases, bans, penalties and min_p need whole rows of logits, which no rank of a sharded model has; "
+                "leave these settings at their defaults."
+            )
         if not variant or "logits" in self.programs["step"].output_names:
             return
         if variant not in self._session.variants:
@@ -429,9 +438,10 @@ class CompiledModel(Described):
                     self._session.variants[variant] = self._lowered_as(variant, asked)
 
     def _lowered_as(self, variant: str, asked: tuple[Statistic, ...]) -> dict[str, LoweredProgram]:
-        """The programs of a step that leave their logits, or compute statistics."""
+        """The programs of a step that leave their logits, adjust them, or compute statistics."""
         steps, recipe = ("step", "select"), self.recipe
-        recipe = recipe.keeping_logits() if variant == LOGITS else recipe.with_last(MeasureRows(asked), steps)
+        last = AdjustLogits() if variant == ADJUSTED else MeasureRows(asked)
+        recipe = recipe.keeping_logits() if variant == LOGITS else recipe.with_last(last, steps)
         phases = rewrite(self.captured, recipe)
         return {name: self._lower(phase.graph) for name, phase in phases.items() if name in steps}
 

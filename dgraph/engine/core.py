@@ -115,7 +115,8 @@ class EngineCore:
         arrived: float | None = None,
     ) -> EngineRequest:
         """Make a ticket of a request. arrived: seconds on the clock by which it is scheduled; None for now."""
-        writer = Writer(self.tokenizer, request.decoding.stop, request.decoding.min_tokens)
+        keep = request.decoding.include_stop_str_in_output
+        writer = Writer(self.tokenizer, request.decoding.stop, request.decoding.min_tokens, keep)
         times = Served(self.clock() if arrived is None else arrived, math.nan, math.nan, math.nan, 0)
         return EngineRequest(name, number, request, sink, writer, draft, priority, request, times)
 
@@ -265,7 +266,8 @@ class EngineCore:
     def _like(chosen: Decoding) -> Any:
         """A value that is equal for decodings that one batch serves without any change."""
         sampler = chosen.sampling
-        return policy_key(kind_of(chosen.rule)), sampler.temperature > 0, chosen.needs_logits
+        adjusts = chosen.adjusts, chosen.penalises
+        return policy_key(kind_of(chosen.rule)), sampler.temperature > 0, chosen.needs_logits, adjusts
 
     def _extend(self, batch: Batch) -> None:
         """Get pages for the blocks that each sequence may forward after the next step.
@@ -410,9 +412,7 @@ class EngineCore:
         end = int(report.end[slot])
         reach = end if ended else settled_end(request, int(report.start[slot]), end)
         known = len(request.ids) + len(ticket.said)
-        ids = self._script.response(slot, known, reach, self.session.spec.eos_ids, request.stops_from)
-        # The next token is a stop token or a mask, or does not exist.
-        stop = any(token >= 0 for token in self._script.tokens(slot, known + len(ids), reach)[:1])
+        ids, stop = self._script.until_stop(slot, known, reach, request.stops(self.session.spec))
         ticket.said += ids
         ticket.steps += self._script.steps(slot, known, known + len(ids))
         ticket.confidence += self._script.confidence(slot, known, known + len(ids))

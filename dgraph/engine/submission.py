@@ -12,6 +12,7 @@ from dgraph.errors.former import former_names
 from dgraph.runtime.checks import check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.requests import Request
+from dgraph.runtime.sampling.adjustments import with_ids
 
 __getattr__ = former_names(__name__, {"Submission": "RequestSpec"})
 
@@ -52,7 +53,7 @@ class RequestSpec:
         if self.request_id is not None and not isinstance(self.request_id, str):
             raise InputError(f"request_id is a text, or None to make one, got {self.request_id!r}.")
         spec, block, room = core.session.spec, core.shape.block, core.max_tokens
-        chosen = self.decoding.for_model(spec, block)
+        chosen = with_ids(self.decoding.for_model(spec, block), core.tokenizer)
         if chosen.stop and core.tokenizer is None:
             raise InputError(
                 "the model came without a tokenizer, so texts in stop mean nothing; leave them out.", field="stop"

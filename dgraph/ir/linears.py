@@ -19,7 +19,7 @@ from dgraph.types.nodes import args_of, op_name, viewed
 
 aten = torch.ops.aten
 
-HEADS = ("lm_head", "lm_head_measured", "lm_head_part")
+HEADS = ("lm_head", "lm_head_adjusted", "lm_head_measured", "lm_head_part")
 """Ops that are an LM head, as `Graph.find` takes them.
 
 Their first arguments are those of a linear layer. The others are those of dgraph::lm_head and more.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from dgraph.passes.adapt_drafts import AdaptDrafts
 from dgraph.passes.add_rows import AddRows
+from dgraph.passes.adjust_logits import AdjustLogits
 from dgraph.passes.base import Effect, Pass, Report
 from dgraph.passes.bound_rows import BoundRows
 from dgraph.passes.cache_kv import CacheKV
@@ -66,6 +67,7 @@ PASSES: Mapping[str, type[Pass]] = Table(_OWN, GROUP, check_class(Pass))
 __all__ = [
     "PASSES",
     "AdaptDrafts",
+    "AdjustLogits",
     "BoundRows",
     "CacheKV",
     "ChunkLMHead",

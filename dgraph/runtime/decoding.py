@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 from dgraph.errors import InputError
 from dgraph.runtime.constraints.constraint import Constraint
 from dgraph.runtime.policies import DecodeRule, Policy, bound, chosen_policy, policy_of, policy_sampler
+from dgraph.runtime.sampling.adjustments import NEUTRAL, PENALTIES
 from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
 from dgraph.runtime.sampling.stops import check_stops
 from dgraph.settings import settings_of
@@ -45,6 +47,18 @@ class Decoding:
         top_p, top_k: draw from the most likely tokens only (1 and 0: from all). None for the policy's, or all.
         sampler: instead of the three above and of the policy's, everything about how tokens are taken from logits:
             suppressed ids, penalties, your own logits processors.
+        min_p: leave out ids that are less likely than this share of the likeliest, at the temperature; 0 for none.
+        logit_bias: by id, what is added to its logit in every row. A mapping, or pairs.
+        allowed_token_ids: the only ids that are produced; None for all. Without a stop token among them, a response
+            ends by its length.
+        bad_words: texts of one token each, or ids, that are never produced; a text counts with a space before it, too.
+        repetition_penalty: above 1, makes tokens of the prompt and of the response less likely; above 0.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that stand in the response, once, and
+            for each time that they do. What counts is committed when a step begins, before a position and after it
+            (`dgraph.runtime.sampling.adjustments`).
+        stop_token_ids: further ids that end a response, also under `ignore_eos`.
+        include_stop_str_in_output: True to keep the text of `stop`, or the token of `stop_token_ids`, that ended a
+            response.
         ignore_eos: go on after a stop token, up to max_new_tokens.
         min_tokens: no stop token and no text of stop ends a response that has fewer tokens before it. A stop token that
             comes earlier is one of the response's tokens; it has no text, like other special tokens.
@@ -70,6 +84,15 @@ class Decoding:
     top_p: float | None = None
     top_k: int | None = None
     sampler: Sampler | None = None
+    min_p: float | None = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | int] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
     stop: Sequence[str] = ()
@@ -95,6 +118,7 @@ class Decoding:
             )
         if not _is_int(self.seed):
             raise InputError(f"seed must be a whole number, got {self.seed!r}.", field="seed")
+        self._check_adjustments()
         self._check_constraint()
         _ = self.rule, self.sampling  # so that wrong values are refused here
 
@@ -107,11 +131,11 @@ class Decoding:
                 f"Constraint.json_schema(...), .regex, .choice or .lark.",
                 field="constraint",
             )
-        for name in ("ignore_eos", "min_tokens", "stop"):
+        for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             if getattr(self, name):
                 raise InputError(
-                    f"{name}={getattr(self, name)!r} cannot be used with a constraint, which says where a response "
-                    f"ends; leave one of them out.",
+                    f"{name}={getattr(self, name)!r} cannot be used with a constraint, which says which tokens "
+                    f"a response has and where it ends; leave one of them out.",
                     field=name,
                 )
 
@@ -134,6 +158,56 @@ class Decoding:
         if not isinstance(self.sampler, Sampler):
             raise InputError(f"sampler must be a dgraph.Sampler, got {self.sampler!r}.", field="sampler")
         return self.sampler
+
+    def _check_adjustments(self) -> None:
+        """Check how logits are adjusted, and make hashable values of it."""
+        bias = self.logit_bias
+        pairs = tuple((_id_of(k, "logit_bias"), v) for k, v in (bias.items() if isinstance(bias, Mapping) else bias))
+        for token, value in pairs:
+            if not _is_number(value) or not math.isfinite(value):
+                raise InputError(f"logit_bias: id {token} has {value!r}, expected a finite number.", field="logit_bias")
+        if len({token for token, _ in pairs}) < len(pairs):
+            raise InputError("logit_bias has an id twice; give one number for each.", field="logit_bias")
+        object.__setattr__(self, "logit_bias", tuple((token, float(value)) for token, value in pairs))
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            if (ids := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(_id_of(token, name) for token in ids))
+        if self.allowed_token_ids == ():
+            raise InputError(
+                "allowed_token_ids allows no id; name one, or give None for all.", field="allowed_token_ids"
+            )
+        if isinstance(self.bad_words, str):
+            raise InputError(f"bad_words is a list, got the string {self.bad_words!r}; wrap it.", field="bad_words")
+        words = tuple(word if isinstance(word, str) and word else _id_of(word, "bad_words") for word in self.bad_words)
+        object.__setattr__(self, "bad_words", words)
+        for name in PENALTIES:
+            low = math.ulp(0.0) if name == "repetition_penalty" else -100
+            value = getattr(self, name)
+            if not _is_number(value) or not low <= value <= 100:
+                bounds = "above 0, at most 100" if low > 0 else "from -100 to 100"
+                raise InputError(f"{name} must be a number {bounds}, got {value!r}.", field=name)
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """`logit_bias` as a mapping."""
+        return dict(self.logit_bias)
+
+    def asks(self, name: str) -> bool:
+        """True if an adjustment of logits, given by its field's name, asks for something."""
+        if name == "min_p":
+            return self.sampling.min_p > 0
+        value = getattr(self, name)
+        return value != NEUTRAL[name] if name in NEUTRAL else value not in (None, ())
+
+    @property
+    def adjusts(self) -> bool:
+        """True if logits are adjusted before they decide (`dgraph.runtime.sampling.adjustments`)."""
+        return any(map(self.asks, (*NEUTRAL, "logit_bias", "allowed_token_ids", "bad_words")))
+
+    @property
+    def penalises(self) -> bool:
+        """True if that depends on the tokens that are committed."""
+        return any(map(self.asks, PENALTIES))
 
     @classmethod
     def of(cls, given: Decoding | None, keywords: Mapping[str, Any]) -> Decoding:
@@ -192,7 +266,8 @@ class Decoding:
             found["sampler"] = self.sampler.to_json()
         if self.constraint is not None:
             found["constraint"] = self.constraint.to_json()
-        return {**found, "stop": list(self.stop)} if self.stop else found
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        return {**plain, "logit_bias": self.biases} if self.logit_bias else plain
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Decoding:
@@ -209,6 +284,19 @@ class Decoding:
         if isinstance(found.get("constraint"), Mapping):
             found["constraint"] = Constraint.from_json(found["constraint"])
         return cls.of(None, found)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _id_of(value: object, field: str) -> int:
+    """A token id, which is a text of digits as a key in JSON."""
+    if isinstance(value, str) and field == "logit_bias" and value.isascii() and value.isdigit():
+        return int(value)
+    if not _is_int(value) or value < 0:  # type: ignore[operator]
+        raise InputError(f"{field} has {value!r}, expected a token id, at least 0.", field=field)
+    return value  # type: ignore[return-value]
 
 
 def _is_int(value: object) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from dgraph.lowering.program import Program
@@ -18,6 +18,19 @@ from dgraph.spec import ModelSpec
 
 Canvas = tuple[int | None, ...]
 """The beginning of a response: ids where it is fixed, None where it is free."""
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Tokens that end a response.
+
+    Attributes:
+        first: by id, the position from which on it does.
+        kept: ids that are the last token of the response then; others are left out.
+    """
+
+    first: Mapping[int, int] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,13 @@ class Request:
         Beyond the blocks that were open at most one opens in a step.
         """
         return start + (1 + self.decoding.open_blocks) * block
+
+    def stops(self, spec: ModelSpec) -> Stops:
+        """Its stop tokens."""
+        first, decoding = len(self.ids) + self.decoding.min_tokens, self.decoding
+        found = dict.fromkeys(decoding.stop_token_ids, first)
+        kept = frozenset(found) - {*spec.eos_ids} if decoding.include_stop_str_in_output else frozenset()
+        return Stops({**dict.fromkeys(spec.eos_ids, self.stops_from), **found}, kept)
 
     @property
     def stops_from(self) -> int:

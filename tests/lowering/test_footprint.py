@@ -184,7 +184,7 @@ def test_a_size_that_is_not_given_is_named(dense: CompiledModel) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("lm_head", "lm_head_measured", "lm_head_part", "experts", "rows_glu", "rows_linear"),
+        *("lm_head", "lm_head_adjusted", "lm_head_measured", "lm_head_part", "experts", "rows_glu", "rows_linear"),
         *("vocabulary_attention", "vocabulary_part"),
     ],
 )
@@ -203,9 +203,11 @@ def test_a_declared_workspace_is_what_the_reference_takes(name: str) -> None:
         torch.zeros(rows).long(),
     )
     measured = torch.arange(rows), torch.arange(rows), torch.zeros(rows, 1, 2)
+    adjusting = torch.zeros(rows).long(), torch.ones(2, out), torch.zeros(2, out), torch.zeros(2)
     args: dict[str, tuple[Any, ...]] = {
         "lm_head": (*head, 40, 3),
         "lm_head_part": (*head, 40, 3, False, torch.tensor([out]), 2 * out),
+        "lm_head_adjusted": (*head, 40, 3, False, *adjusting),
         "lm_head_measured": (*head, 40, 3, False, *measured, declare((ENTROPY,))),
         "experts": (
             draw(rows, width),

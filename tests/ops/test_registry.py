@@ -21,7 +21,14 @@ from dgraph.ops import OPS, Op, Sample, define, op_of, register
 from dgraph.testing.ops import CALL_CHECKS, OP_CHECKS, check_kernel, check_op, check_precision, samples_of
 
 OURS = tuple(OPS.values())
-ROUNDED_APART = ("lm_head", "lm_head_combine", "lm_head_measured", "lm_head_part", "partial_context")
+ROUNDED_APART = (
+    "lm_head",
+    "lm_head_adjusted",
+    "lm_head_combine",
+    "lm_head_measured",
+    "lm_head_part",
+    "partial_context",
+)
 """The largest of rounded logits is another token; sums in fp32 of a rounded context are others."""
 
 

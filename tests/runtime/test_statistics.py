@@ -17,7 +17,8 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.ops.statistics import KL, RowLogits, Statistic
 from dgraph.passes import MeasureRows, run_passes
 from dgraph.runtime.graphs.pool import GraphPool
-from dgraph.runtime.loop.session import BlockSession, measuring
+from dgraph.runtime.loop.session import BlockSession
+from dgraph.runtime.loop.variants import measuring
 from dgraph.runtime.policies import Candidates, Carried, ConfidenceThreshold, Policy, statistics_of
 from dgraph.runtime.policies.base import DecodeRule, best
 from dgraph.testing import TinyModel, models

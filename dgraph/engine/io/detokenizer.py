@@ -25,14 +25,15 @@ class Writer:
             their text later ids may change at most.
         stops: texts that end the response.
         least: tokens that are left of the response at least; see `trim`.
+        keep: the stop text that ends it stays.
 
     Attributes:
         final: number of tokens that stay, whatever follows.
         stopped: True if a stop text has been found.
     """
 
-    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str], least: int = 0):
-        self._tokenizer, self._stops, self._least = tokenizer, tuple(stops), least
+    def __init__(self, tokenizer: Decoder | None, stops: Sequence[str], least: int = 0, keep: bool = False):
+        self._tokenizer, self._stops, self._least, self._keep = tokenizer, tuple(stops), least, keep
         self._ids: list[int] = []
         self._text = ""  # of all tokens so far; its end may change
         self._first = 0  # tokens from here on are decoded anew, since neighbours may join
@@ -113,7 +114,7 @@ class Writer:
     def _cut(self) -> str:
         """Cut the text after its first stop text, as that of the whole response; return the rest of it."""
         assert self._tokenizer is not None
-        trimmed = trim(self._tokenizer, self._ids, self._stops, self._least)
+        trimmed = trim(self._tokenizer, self._ids, self._stops, self._least, self._keep)
         # Text that was given out stays, also where a tokenizer changes more than it says.
         self._text = self._text[: self._given] + trimmed.text[self._given :]
         self._ids, self.stopped = trimmed.token_ids, trimmed.stop is not None

@@ -63,13 +63,18 @@ def decode_candidates(
     suppress: int,
     packed: bool,
     measure: Callable[[Tensor, Tensor, Tensor], None] | None = None,
+    adjust: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run dgraph::lm_head, and pass each chunk's rows i64[R], logits [R, V] and tokens i64[R] to `measure`."""
+    """Run dgraph::lm_head, and pass each chunk's rows i64[R], logits [R, V] and tokens i64[R] to `measure`.
+
+    adjust: given the rows and logits of a chunk, the logits to decide by.
+    """
     token = seed.new_full(candidate.shape, -1)
     confidence, margin = (token.new_full(token.shape, -torch.inf, dtype=numeric(h.dtype)) for _ in range(2))
     entropy = torch.full_like(confidence, torch.inf)
 
     def decide(rows: Tensor, logits: Tensor) -> None:
+        logits = logits if adjust is None else adjust(rows, logits)
         found = decode_logits(logits, temperature[rows], seed[rows], suppress, measure is None)
         token[rows], confidence[rows], margin[rows], entropy[rows] = found
         if measure is not None:

@@ -499,7 +499,10 @@ class Batch:
 
     def _begin(self, requests: Sequence[Request], device: torch.device) -> DecodeState:
         kv = None if self.packed is None else self.packed.plan
-        return begin(requests, self.spec, self.config.policy, self.shape, plan=self.plan, kv=kv, device=device)
+        config, plan = self.config, self.plan
+        return begin(
+            requests, self.spec, config.policy, self.shape, plan=plan, kv=kv, device=device, adjusts=config.adjusts
+        )
 
     def _without_prompt(self, inputs: Mapping[str, Tensor], rows: StepRows) -> dict[str, Tensor]:
         """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""

@@ -21,6 +21,8 @@ class BatchConfig:
         sampled: True if some requests draw tokens.
         inputs: inputs of the programs that the loop computes or carries.
         guided: every program runs once more without the prompts, with states of its own.
+        adjusts: some request adjusts its logits.
+        penalises: some request does so by the tokens that are committed.
     """
 
     policy: PolicyMix
@@ -30,6 +32,8 @@ class BatchConfig:
     sampled: bool
     inputs: tuple[InputSpec, ...] = ()
     guided: bool = False
+    adjusts: bool = False
+    penalises: bool = False
 
     @property
     def key(self) -> Hashable:

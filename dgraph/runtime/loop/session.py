@@ -16,7 +16,7 @@ from dgraph.errors import InputError
 from dgraph.lowering.program import Program
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.ops.kv.scales import unscaled
-from dgraph.ops.statistics import declare, kept_rows
+from dgraph.ops.statistics import kept_rows
 from dgraph.plans.block_cache import BlockCache
 from dgraph.plans.kv import PAGES, KVPlan
 from dgraph.plans.rows import RowPlan
@@ -35,23 +35,17 @@ from dgraph.runtime.loop.step_inputs import declared, given_inputs
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.loop.transition_cache import Transitions
+from dgraph.runtime.loop.variants import variant_of
 from dgraph.runtime.loop.warm_up import Rehearsal, rehearsals
 from dgraph.runtime.policies import Policy, PolicyMix, statistics_of, traits_of
 from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_rows
 from dgraph.runtime.results import Ended, Generation, Progress, SequenceKV
+from dgraph.runtime.sampling.adjustments import check_adjustments
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.spec import ModelSpec
 from dgraph.types.shapes import OWN
 
-LOGITS = "logits"
-"""The variant of programs that end in logits."""
-
-
-def measuring(policy: Policy) -> str:
-    """The variant of programs that compute the statistics which a policy asks for; "" if it asks for none."""
-    return declare(statistics_of(policy))
-
-
+Stopped = Callable[[Sequence[int]], bool]
 PREFILL_ROWS = 32768
 """Rows of one prefill call: enough to fill any device, few enough that activations stay small."""
 WARM_SHARE = 0.75
@@ -71,16 +65,13 @@ class BlockSession:
         spec: the model; a block-causal one has logit_shift 0, or encodes blocks with the next token.
         programs: "step", and "prefill" for a block-causal model. The step outputs token and confidence (margin and
             entropy for policies that read them), or logits; and kept, reached and score if it evicts rows.
-        block_cache: which decoded rows of the current block are not recomputed: "off" (none is skipped), "dc"
-            or "dc+" (see `ready_columns`).
+        block_cache: decoded rows of the block that are not recomputed: "off" (none), "dc" or "dc+" (`ready_columns`).
         recommit: commit a decoded block by recomputing all of its rows (exact); False: only those that are not
             cached yet (as LMDeploy does).
         plan: the rows that a step of a bidirectional model forwards, None for all of them; or which steps of a
             block-causal one are full (region "block"), for programs that ask.
-        select_noise: give programs the input noise f32[N], uniform in [0, 1) (random selection, an ablation);
-            None: if one of them reads it.
-        device: device of the programs.
-        page_size: positions per page; default the block length.
+        select_noise: give programs the input noise f32[N], uniform in [0, 1) (an ablation); None: if one reads it.
+        device, page_size: of the programs; positions per page, default the block length.
         kv: which keys and values stay, for programs that read packed ones; None for all. It needs the program
             "select", for steps in which some sequence chooses.
         pool: where the transition between steps is captured as a CUDA graph; None runs it op by op. With a pool,
@@ -94,7 +85,8 @@ class BlockSession:
 
     Attributes:
         variants: further programs "step" and "select", by purpose. `LOGITS`: for samplers that need logits, if the
-            main programs keep none; `measuring(policy)`: with the statistics that the policy asks for.
+            main programs keep none; `ADJUSTED`: for requests that adjust them; `measuring(policy)`: with the statistics
+            that the policy asks for.
 
     Raises:
         InputError, UnknownName, LoweringError: model, programs and settings do not fit.
@@ -175,7 +167,7 @@ class BlockSession:
         observer: Callable[[StepRecord], None] | None = None,
         keep_kv: bool = False,
         progress: Callable[[Progress], None] | None = None,
-        stopped: Callable[[Sequence[int]], bool] | None = None,
+        stopped: Stopped | None = None,
         max_batch: int | None = None,
         **settings: Any,
     ) -> Generation:
@@ -228,9 +220,9 @@ class BlockSession:
                 agree_on_step(self.ranks, stats.steps, report, stats.rows, stats.padded)
                 script.write(report, list(batch.running))
                 done = [slot for slot in batch.running if not report.active[slot]]
-                if stopped is not None:
+                if stopped is not None or chosen.stop_token_ids:
                     others = [slot for slot in batch.running if slot not in done]
-                    done += [slot for slot in others if stopped(self._final(batch, report, script, slot))]
+                    done += [n for n in others if self._stopped(batch, report, script, n, stopped)]
                 for slot, one in batch.running.items():
                     if report.broken[slot]:
                         raise broken(one.request, int(report.start[slot]))
@@ -419,16 +411,25 @@ class BlockSession:
             raise InputError("requests with and without guidance (cfg_scale) cannot share a batch.")
         sampled = any(chosen.sampling.temperature > 0 or traits_of(chosen.rule).renoises for chosen in decodings)
         policy = PolicyMix.of([chosen.rule for chosen in decodings])
-        needs_logits = any(chosen.needs_logits for chosen in decodings)
-        read = {name: program.inputs for name, program in self._variant(policy, needs_logits).items()}
+        variant = variant_of(decodings)
+        read = {name: program.inputs for name, program in self._variant(variant).items()}
         fixed = self.block_cache, self.recommit, self.select_noise
-        config = BatchConfig(policy, *fixed, sampled, given_inputs(declared(read).values()), guides.pop())
-        return config, self._programs_for(policy, needs_logits)
+        config = BatchConfig(
+            policy,
+            *fixed,
+            sampled,
+            given_inputs(declared(read).values()),
+            guides.pop(),
+            adjusts=any(chosen.adjusts for chosen in decodings),
+            penalises=any(chosen.penalises for chosen in decodings),
+        )
+        return config, self._programs_for(policy, variant)
 
     def check(self, chosen: Decoding, block: int) -> None:
         """Check a decoding. Raises `InputError` if the session's programs cannot serve it."""
         policy, sampler = chosen.rule, chosen.sampling
-        step = self._variant(policy, chosen.needs_logits)["step"]
+        step = self._variant(variant_of([chosen]))["step"]
+        check_adjustments(self.spec, chosen, {*step.output_names, *step.inputs})
         checks.check_rule(policy, sampler, step, self.block_cache, self.plan)
         checks.check_modes(self.spec, policy, sampler)
         checks.check_open_blocks(self.spec, chosen, step, self.block_cache, self.plan, self.packed is not None)
@@ -456,16 +457,16 @@ class BlockSession:
 
     def declare(self, chosen: Decoding) -> None:
         """Make the caches per position that requests with such a decoding need."""
-        self._programs_for(chosen.rule, chosen.needs_logits)
+        self._programs_for(chosen.rule, variant_of([chosen]))
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of all caches that exist: pages, rings, and packed keys with their counts."""
         return self.kv.bytes + (0 if self.packed is None else self.packed.bytes)
 
-    def _programs_for(self, policy: Policy, needs_logits: bool) -> Programs:
-        """Programs for a policy, and for samplers that may need logits; their caches per position are made."""
-        programs, asked = self._variant(policy, needs_logits), statistics_of(policy)
+    def _programs_for(self, policy: Policy, variant: str) -> Programs:
+        """Programs of a variant, for a policy; their caches per position are made."""
+        programs, asked = self._variant(variant), statistics_of(policy)
         inputs = declared({name: program.inputs for name, program in programs.items()}).values()
         self.kv.declare(spec for spec in inputs if spec.per == "position")
         if asked and "logits" in programs["step"].output_names:  # the loop measures, so it needs their cache
@@ -473,27 +474,26 @@ class BlockSession:
         prefill = programs["prefill"] if self.spec.attention == "block_causal" else None
         return Programs(programs["step"], programs.get("select"), prefill)
 
-    def _variant(self, policy: Policy, needs_logits: bool) -> Mapping[str, Program]:
+    def _variant(self, variant: str) -> Mapping[str, Program]:
         if "logits" in self.programs["step"].output_names:
             return self.programs
-        variant = LOGITS if needs_logits else measuring(policy)
         return {**self.programs, **self.variants.get(variant, {})}
 
     def _ended(self, batch: Batch, report: Report, script: Transcripts, slot: int, keep_kv: bool) -> Ended:
         """Result of a request that ended."""
         request, end = batch.running[slot].request, int(report.end[slot])
-        said = script.response(slot, len(request.ids), end, self.spec.eos_ids, request.stops_from)
+        said = script.response(slot, len(request.ids), end, request.stops(self.spec))
         steps, decoded, rows, commits = (
             int(getattr(report, name)[slot]) for name in ("counter", "total", "kept_rows", "commit_rows")
         )
         return Ended(said, steps, decoded, rows, commits, self._kv_of(batch, report, slot) if keep_kv else None)
 
-    @staticmethod
-    def _final(batch: Batch, report: Report, script: Transcripts, slot: int) -> list[int]:
-        """Final tokens of a response: later steps do not change them."""
+    def _stopped(self, batch: Batch, report: Report, script: Transcripts, slot: int, texts: Stopped | None) -> bool:
+        """True if the final tokens of a response, which later steps do not change, hold a stop token or text."""
         request = batch.running[slot].request
-        bounds = int(report.start[slot]), int(report.end[slot])
-        return script.response(slot, len(request.ids), settled_end(request, *bounds))
+        end = settled_end(request, int(report.start[slot]), int(report.end[slot]))
+        ids, found = script.until_stop(slot, len(request.ids), end, request.stops(self.spec))
+        return found or (texts is not None and texts(ids))
 
     def _kv_of(self, batch: Batch, report: Report, slot: int) -> SequenceKV:
         one, causal = batch.running[slot], self.spec.attention == "block_causal"

@@ -15,6 +15,7 @@ from torch import Tensor
 from dgraph.errors import LoweringError
 from dgraph.ops.attention.sparse import REUSE
 from dgraph.runtime.loop.batch_config import BatchConfig
+from dgraph.runtime.sampling.adjustments import logit_addend, logit_scale
 from dgraph.runtime.sampling.random_numbers import row_seeds, uniform
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.packed_rows import StepRows, offsets_of
@@ -46,7 +47,8 @@ class StepInput:
         meaning: of one of its elements, for the reference; "[...]: ..." where the shape is not [N], [b], [b + 1] or
             that of what it is `per`.
         needs: requirement on the session; "" for none. "plan": a row plan; "hides" and "adds": one that hides or adds
-            rows; "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised).
+            rows; "kv": a plan of keys; "modes": a model whose rows have a mode (encoded or denoised); "adjusts": a
+            batch in which a request adjusts its logits.
         fixed: True of a config under which it stays as it is before the first step.
         late: True if it is computed right before the programs that read it, and not with every step.
     """
@@ -202,6 +204,7 @@ STEP_INPUTS: dict[str, StepInput] = {
         "of its draw: a hash of the request's seed, prompt, position and step; 0 where nothing is drawn",
         fixed=lambda config: not config.draws,
     ),
+    "sequence": StepInput(torch.int64, "row", lambda at: at.rows.sequence, "the number of its sequence in the batch"),
     "noise": StepInput(
         torch.float32,
         "row",
@@ -243,6 +246,30 @@ STEP_INPUTS: dict[str, StepInput] = {
     ),
     "sequence_average": StepInput(
         torch.float32, "sequence", lambda at: at.state.sequence_average, "the same over all of its steps"
+    ),
+    "logit_scale": StepInput(
+        torch.float32,
+        "sequence",
+        lambda at: logit_scale(at.state.adjust, at.state.canvas, at.config.penalises),
+        "[b, V]: divides its positive logits, and multiplies its negative ones",
+        needs="adjusts",
+        fixed=lambda config: not config.penalises,
+    ),
+    "logit_addend": StepInput(
+        torch.float32,
+        "sequence",
+        lambda at: logit_addend(at.state.adjust, at.state.canvas, at.state.prompt_end, at.config.penalises),
+        "[b, V]: then added to its logits; -inf for an id that is never produced",
+        needs="adjusts",
+        fixed=lambda config: not config.penalises,
+    ),
+    "least_share": StepInput(
+        torch.float32,
+        "sequence",
+        lambda at: at.state.adjust["min_p"].clone(),
+        "ids that are less likely than this share of the likeliest one are left out; 0 for none",
+        needs="adjusts",
+        fixed=lambda config: True,
     ),
     "page_table": StepInput(torch.int32, "sequence", None, "[b, P]: pages of its positions in order; -1 for none"),
     "pack_start": StepInput(

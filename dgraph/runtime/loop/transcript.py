@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 
 from dgraph.runtime.loop.step_report import Report
-from dgraph.runtime.requests import Request
+from dgraph.runtime.requests import Request, Stops
+
+NONE = Stops()
+"""No token ends a response."""
 
 
 class Transcripts:
@@ -57,11 +61,16 @@ class Transcripts:
         found: list[float] = self._confidence[slot, begin:end].tolist()
         return found
 
-    def response(self, slot: int, begin: int, end: int, stops: Collection[int] = (), stops_from: int = 0) -> list[int]:
-        """Tokens of a sequence from position `begin` up to a mask, `end`, or a stop token, which is left out.
-
-        Stop tokens before the position `stops_from` do not count.
-        """
+    def until_stop(self, slot: int, begin: int, end: int, stops: Stops) -> tuple[list[int], bool]:
+        """Tokens of a sequence from position `begin` up to a mask, `end`, or a stop token; True if that ends them."""
         tokens = self.tokens(slot, begin, end)
-        cuts = (at for at, token in enumerate(tokens) if token < 0 or (token in stops and begin + at >= stops_from))
-        return tokens[: next(cuts, len(tokens))]
+        for at, token in enumerate(tokens):
+            if token < 0:
+                return tokens[:at], False
+            if begin + at >= stops.first.get(token, sys.maxsize):
+                return tokens[: at + (token in stops.kept)], True
+        return tokens, False
+
+    def response(self, slot: int, begin: int, end: int, stops: Stops = NONE) -> list[int]:
+        """Tokens of a sequence from position `begin` up to a mask, `end`, or a stop token."""
+        return self.until_stop(slot, begin, end, stops)[0]

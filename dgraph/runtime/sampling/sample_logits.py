@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from dgraph.errors import LoweringError
 from dgraph.ops.kv.row_slots import reference as row_slots
+from dgraph.ops.lm_head.lm_head_adjusted import adjusted
 from dgraph.ops.statistics import kept_rows, measure_rows
 from dgraph.runtime.constraints.guide import Guide, Offer
-from dgraph.runtime.loop.step_inputs import standing_tokens
+from dgraph.runtime.loop.step_inputs import StepContext, computed, standing_tokens
 from dgraph.runtime.loop.transition import FILLERS, StepTransition
 from dgraph.runtime.policies import statistics_of
 from dgraph.runtime.sampling.sampler import LogitsDecoder, RowContext, Sampler
@@ -175,6 +176,7 @@ class Decide:
             block=self._block,
             temperature=heat,
             unconditional=None if unconditional is None else unconditional[entry],
+            adjust=self._adjust(transition, sequence),
         )
         if sampler not in self._decoders:
             self._decoders[sampler] = sampler.begin(self._spec.mask_id)
@@ -193,6 +195,16 @@ class Decide:
                 shape = (*row.shape, *values.shape[1:])
                 decided[name] = torch.full(shape, FILLERS[name], dtype=values.dtype, device=row.device)
             decided[name][entry] = values
+
+    @staticmethod
+    def _adjust(transition: StepTransition, sequence: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The adjustments of the logits of these rows; None in a batch without any."""
+        if not transition.config.adjusts:
+            return None
+        at = StepContext(transition.rows, transition.state, transition.config)
+        tables = computed(("logit_scale", "logit_addend"), at)
+        scale, addend = tables["logit_scale"], tables["logit_addend"]
+        return lambda logits: adjusted(logits, scale[sequence], addend[sequence])
 
     def _forget(self, samplers: Mapping[int, Sampler]) -> None:
         """Drop the state of samplers that are no longer in use."""

@@ -1,7 +1,8 @@
 """Tokens and their confidences from logits of rows, for programs that leave their logits to the runtime.
 
 `Sampler` holds the settings; `Sampler.begin` gives the `LogitsDecoder` of one generation. Its chain, in this order:
-guidance, penalty, the caller's processors, suppressed ids, credit, temperature, top-p, top-k, draw.
+guidance, penalty, the request's adjustments, the caller's processors, suppressed ids, credit, temperature, min-p,
+top-p, top-k, draw.
 
 Tokens are drawn as `ops.lm_head` draws them: argmax(z / T + G), G standard Gumbel noise that is a hash of (seed of the
 row, vocabulary id). LLaDA's argmax(exp(z) / (-log u)^T), with u uniform, is the same in law.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.ops.lm_head.lm_head import RowDecisions, decode_logits
+from dgraph.ops.lm_head.lm_head_adjusted import cut_below
 from dgraph.ops.registry import numeric
 
 CONFIDENCES = ("sampled", "logits")
-SETTINGS = ("temperature", "top_p", "top_k")
+SETTINGS = ("temperature", "top_p", "top_k", "min_p")
 """Settings of a sampler that callers also give by themselves."""
 
 
@@ -43,6 +45,7 @@ class RowContext:
         block: block length.
         temperature: f32[R], in place of the sampler's.
         unconditional: [R, V], logits of the same rows without the prompt, for guidance.
+        adjust: what the request asks of its logits, given those [R, V] of all rows; see `adjustments`.
     """
 
     sequence: Tensor
@@ -55,6 +58,7 @@ class RowContext:
     block: int
     temperature: Tensor | None = None
     unconditional: Tensor | None = None
+    adjust: Callable[[Tensor], Tensor] | None = None
 
 
 Processor = Callable[[Tensor, RowContext], Tensor]
@@ -109,6 +113,7 @@ class Sampler:
         top_p: keep the most probable ids up to the one that brings their sum above it; 1: all.
         top_k: then keep the k largest (and ties with the k-th); 0: all. top_p and top_k are at the temperature (1 for
             temperature 0), and also change the confidence of greedy tokens (Dream).
+        min_p: before that, leave out ids that are less likely than this share of the likeliest (2407.01082); 0: none.
         suppress: ids that are never produced (LLaDA logits_eos_inf: end of sequence), besides the mask token.
         distrust: ids without a share in any confidence. A row whose token is one of them comes last, with confidence 0,
             but can still be committed (LLaDA confidence_eos_eot_inf; there only one of two ids is affected at T > 0,
@@ -127,6 +132,7 @@ class Sampler:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = field(default=0.0, kw_only=True)
     suppress: tuple[int, ...] = ()
     distrust: tuple[int, ...] = ()
     confidence_of: str = "sampled"
@@ -138,6 +144,7 @@ class Sampler:
     def __post_init__(self) -> None:
         _check("Sampler", "temperature", self.temperature, 0, _FINITE, "a finite number, at least 0")
         _check("Sampler", "top_p", self.top_p, math.ulp(0.0), 1, "a probability in (0, 1]")
+        _check("Sampler", "min_p", self.min_p, 0, 1, "a share in [0, 1]")
         _check("Sampler", "penalty_lambda", self.penalty_lambda, 0, _FINITE, "a finite number, at least 0")
         _check("Sampler", "cfg_scale", self.cfg_scale, 0, _FINITE, "a finite number, at least 0")
         if type(self.top_k) is not int or self.top_k < 0:
@@ -156,7 +163,7 @@ class Sampler:
     @property
     def needs_logits(self) -> bool:
         """True if a program that ends in dgraph::lm_head cannot apply these settings, because it keeps no logits."""
-        return self != Sampler(temperature=self.temperature)
+        return self != Sampler(temperature=self.temperature, min_p=self.min_p)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of the fields that differ from their defaults.
@@ -211,9 +218,10 @@ class LogitsDecoder:
         if heat is None:
             heat = torch.full((len(logits),), sampler.temperature, dtype=torch.float32, device=logits.device)
         scale = torch.where(heat > 0, heat, 1.0)[:, None].to(logits.dtype)
-        drawn = logits
+        least = torch.full_like(heat, sampler.min_p)
+        drawn = cut_below(logits, least, heat) if sampler.min_p > 0 else logits
         if sampler.top_p < 1 or 0 < sampler.top_k < logits.shape[1]:
-            drawn = logits.masked_fill(~kept_ids(logits / scale, sampler.top_p, sampler.top_k), -math.inf)
+            drawn = drawn.masked_fill(~kept_ids(drawn / scale, sampler.top_p, sampler.top_k), -math.inf)
         found = decode_logits(drawn, heat, context.seed, self.mask_id)
         if sampler.confidence_of == "sampled" and not sampler.distrust:
             return found
@@ -236,6 +244,8 @@ class LogitsDecoder:
             before = context.tokens[context.sequence, (context.position - 1).clamp(min=0)]
             penalty = torch.where(context.position > 0, -sampler.penalty_lambda, 0.0).to(logits.dtype)
             logits = logits.scatter_add(1, before[:, None], penalty[:, None])
+        if context.adjust is not None:
+            logits = context.adjust(logits)
         for processor in sampler.processors:
             logits = processor(logits, context)
             if not isinstance(logits, Tensor) or logits.shape != shape:

@@ -21,7 +21,7 @@ class Trimmed:
     """A response after the cut at its first stop string.
 
     Attributes:
-        text: text up to the stop string.
+        text: text up to the stop string, or up to its end.
         token_ids: ids whose text lies inside of it.
         stop: the stop string that was found; None: nothing was cut.
     """
@@ -60,9 +60,11 @@ def says_stop(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str]
     return begin is not None and first_stop(tokenizer.decode(token_ids), stops, begin) is not None
 
 
-def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], least: int = 0) -> Trimmed:
-    """Cut a response at the first of the stop strings, which is left out. least: tokens that are left at least; a stop
-    string that begins in their text does not count.
+def trim(
+    tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], least: int = 0, keep: bool = False
+) -> Trimmed:
+    """Cut a response at the first of the stop strings, which is left out unless `keep`. least: tokens that are left at
+    least; a stop string that begins in their text does not count.
 
     Blocks are decoded in any order, so that a stop string is known for certain only in a finished response; it may also
     lie across tokens. A token that reaches over the cut is left out of the ids, while its text before the cut
@@ -78,6 +80,7 @@ def trim(tokenizer: Decoder, token_ids: Sequence[int], stops: Sequence[str], lea
     if found is None:
         return Trimmed(text, ids)
     index, stop = found
+    index += len(stop) if keep else 0
     beyond = bisect_left(range(len(ids)), True, key=lambda n: len(tokenizer.decode(ids[: n + 1])) > index)
     return Trimmed(text[:index], ids[:beyond], stop)
 

@@ -5,7 +5,7 @@ block; `UniformNoiseState` for those without a mask token; `BidirectionalState` 
 which rows they forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
 
 Every sequence is a row of every tensor (a slot), and no row depends on another. So between two steps the host may write
-a slot anew, for another request, or leave some slots out of a step.
+a slot anew, or leave some out.
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ class DecodeState(ABC):
     bool[b, T]: positions whose tokens came with it, those of the prompt and the fixed ones of the response; prompt_end
     i64[b]; bound i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
     temperature f32[b]; stops_from i64[b]: the position from which on a stop token ends it; kind i64[b] and settings, by
-    name [b]: which policy of a mixture decides, and with which numbers. place i64[b]: its turn when rows are granted,
-    the lowest first, `OUT` for none.
-
-    Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
+    name [b]: which policy of a mixture decides, and with which numbers; adjust: see `sampling.adjustments`. place
+    i64[b]: its turn when rows are granted, the lowest first, `OUT` for none. Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
     """
 
     start: Tensor
@@ -106,6 +104,7 @@ class DecodeState(ABC):
     stops_from: Tensor
     kind: Tensor
     settings: dict[str, Tensor]
+    adjust: dict[str, Tensor]
     place: Tensor
     stop_ids: Tensor
     mask_id: int
@@ -428,9 +427,10 @@ class DecodeState(ABC):
         for field in fields(self):
             old, new = getattr(before, field.name), getattr(self, field.name)
             if isinstance(new, dict):
-                setattr(self, field.name, {name: choose(waiting, old[name], one) for name, one in new.items()})
+                new = {n: one if one is old[n] else choose(waiting, old[n], one) for n, one in new.items()}
             elif isinstance(new, Tensor) and new is not old:
-                setattr(self, field.name, choose(waiting, old, new))
+                new = choose(waiting, old, new)
+            setattr(self, field.name, new)
 
     def _show(self, candidates: Candidates, changed: Tensor, left: Tensor, kept: Tensor, source: Tensor | None) -> None:
         """See `note_shown`."""

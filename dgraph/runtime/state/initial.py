@@ -10,6 +10,7 @@ from dgraph.plans.kv import KVPlan
 from dgraph.plans.rows import RowPlan
 from dgraph.runtime.policies import PolicyMix, row_of, settings_spec
 from dgraph.runtime.requests import Request, Shape
+from dgraph.runtime.sampling.adjustments import adjustments
 from dgraph.runtime.sampling.random_numbers import sequence_keys
 from dgraph.runtime.state.base import DecodeState
 from dgraph.runtime.state.bidirectional import BidirectionalState
@@ -29,6 +30,7 @@ def begin(
     plan: RowPlan | None,
     kv: KVPlan | None,
     device: torch.device,
+    adjusts: bool = False,
 ) -> DecodeState:
     """Make the state of these requests, of the kind that their model needs; without requests, of idle slots.
 
@@ -39,6 +41,7 @@ def begin(
         shape: shape of the batch.
         plan, kv: rows that steps forward, and keys that are kept; see `Batch`.
         device: device of the state. On the host it takes no launches.
+        adjusts: some request of the batch adjusts its logits.
 
     Raises:
         InputError: a policy whose kind is not in the mixture.
@@ -71,6 +74,8 @@ def begin(
     )
     state = _kind_of(spec).begin(init)
     write_request_settings(state, mixture, requests)
+    if adjusts:
+        state.adjust = adjustments([r.decoding for r in requests], count, spec.vocab, device)
     return state
 
 

@@ -134,5 +134,6 @@ class StateInit:
             "temperature": torch.zeros(b, device=device),
             "stops_from": torch.zeros_like(start),
             "settings": {},
+            "adjust": {},
             "place": torch.arange(b, device=device),
         }

@@ -328,6 +328,16 @@ def measuring(rows: int, **options: Any) -> Call:
     return (*call, False, slot, stands, state, declare(chosen))
 
 
+def adjusting(rows: int, **options: Any) -> Call:
+    """As `heading`, with the tables of three sequences; one of them adjusts nothing."""
+    call = heading(rows, **options)
+    generator, vocab = torch.Generator().manual_seed(2), len(call[1])
+    scale, addend = 1 + torch.rand(3, vocab, generator=generator), torch.randn(3, vocab, generator=generator)
+    scale[0], addend[0], addend[1, 1::3] = 1, 0, -torch.inf
+    sequence = torch.randint(0, 3, (rows,), generator=generator)
+    return (*call, False, sequence, scale, addend, torch.tensor([0.0, 0.1, 0.6]))
+
+
 def product(
     rows: int, capacity: int, d_in: int, d_out: int, *, bias: bool = False, index: torch.dtype = torch.int32
 ) -> Call:
@@ -450,6 +460,8 @@ LARGER: list[tuple[str, str, Call]] = [
     ("lm_head_part", "with ids that are none", heading_part(9, 600, 900, bias=False, chunk=100)),
     ("lm_head_part", "no ids", heading_part(9, 5000, 4000)),
     ("lm_head_part", "so many rows that they are listed", heading_part(270, 90, 150, vocab=90, chunk=100, share=0.3)),
+    ("lm_head_adjusted", "drawn and greedy", adjusting(21)),
+    ("lm_head_adjusted", "so many rows that they are listed", adjusting(270, vocab=90, chunk=100, share=0.3)),
     ("lm_head_measured", "drawn and greedy, in chunks", measuring(21)),
     ("lm_head_measured", "so many rows that they are listed", measuring(270, vocab=90, chunk=100, share=0.3)),
 ]

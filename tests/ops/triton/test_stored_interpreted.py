@@ -56,6 +56,7 @@ def test_every_product_takes_weights_as_they_are_stored() -> None:
         "rows_glu",
         "lm_head",
         "lm_head_part",
+        "lm_head_adjusted",
         "lm_head_measured",
         "experts",
     }

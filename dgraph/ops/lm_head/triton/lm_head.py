@@ -107,6 +107,8 @@ Measure = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 
 Its arguments are the numbers of the rows, i32 or i64[R]; flags bool[R] of candidates, all else may be anything; the
 logits [R, V]; and the tokens i64[N] of all rows, None for a share."""
+Adjust = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Function that takes the first three of these, and returns the logits to decide by."""
 
 
 def decode_candidates(
@@ -121,15 +123,16 @@ def decode_candidates(
     packed: bool,
     listed: bool | None = None,
     measure: Measure | None = None,
+    adjust: Adjust | None = None,
 ) -> Results:
-    """Run dgraph::lm_head, and pass each chunk to `measure`; `listed` as for `kernel`."""
+    """Run dgraph::lm_head, and pass each chunk to `adjust` and `measure`; `listed` as for `kernel`."""
     n = candidate.shape[0]
     token = torch.empty(n, dtype=torch.int64, device=h.device)
     # An op's results may not share memory.
     confidence, margin, entropy = (torch.empty(n, dtype=torch.float32, device=h.device) for _ in range(3))
     found = token, confidence, margin, entropy
     rows = candidate, temperature, seed, max_num_logits, suppress, packed
-    decode(h, weight, bias, *rows, listed, measure, found, None)
+    decode(h, weight, bias, *rows, listed, measure, found, None, adjust)
     return found
 
 
@@ -147,6 +150,7 @@ def decode(
     measure: Measure | None,
     found: Results | Nothing,
     share: Share | None,
+    adjust: Adjust | None = None,
 ) -> None:
     """Write the results of all rows, or the numbers of a share."""
     if max_num_logits < 1:
@@ -155,9 +159,9 @@ def decode(
         per_row = candidate.contiguous(), temperature.contiguous(), seed.contiguous()
         chunk = min(n, max_num_logits)
         if packed or (n > FEW if listed is None else listed):
-            _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found, measure, share)
+            _listed_rows(h, weight, bias, *per_row, chunk, suppress, packed, found, measure, share, adjust)
         else:
-            _all_rows(h, weight, bias, *per_row, chunk, suppress, found, measure, share)
+            _all_rows(h, weight, bias, *per_row, chunk, suppress, found, measure, share, adjust)
 
 
 def _all_rows(
@@ -172,12 +176,15 @@ def _all_rows(
     found: Results | Nothing,
     measure: Measure | None,
     share: Share | None,
+    adjust: Adjust | None,
 ) -> None:
     n = h.shape[0]
     for first in range(0, n, chunk):
         part = slice(first, min(first + chunk, n))
         logits = linear.kernel(h[part], weight, bias)
         rows = candidate[part], temperature[part], seed[part]
+        if adjust is not None:
+            logits = adjust(torch.arange(part.start, part.stop, device=h.device), rows[0], logits)
         token, confidence, margin, entropy = (None if x is None else x[part] for x in found)
         of_share = None if share is None else share._replace(numbers=share.numbers[part])
         reduce_logits(logits, *rows, suppress, token, confidence, margin, entropy, share=of_share)
@@ -199,6 +206,7 @@ def _listed_rows(
     found: Results | Nothing,
     measure: Measure | None,
     share: Share | None,
+    adjust: Adjust | None,
 ) -> None:
     weight = weight if isinstance(weight, QuantisedWeight) else dense_rows(weight)
     rows = list_candidates(candidate, chunk, *found)
@@ -213,10 +221,12 @@ def _listed_rows(
         else:
             some = gathered(h, part, most)
         logits = rows_linear.kernel(some, weight, bias, part.counts)
+        live = torch.arange(len(logits), device=h.device) < part.counts[-1]
+        if adjust is not None:
+            logits = adjust(part.rows[: len(logits)], live, logits)
         of_rows = candidate, temperature, seed, suppress, token, confidence, margin, entropy
         reduce_logits(logits, *of_rows, listed=part, share=share)
         if measure is not None:
-            live = torch.arange(len(logits), device=h.device) < part.counts[-1]
             measure(part.rows[: len(logits)], live, logits, token)
         del some, logits  # or two chunks would be alive at once
 
