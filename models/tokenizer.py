@@ -157,6 +157,15 @@ class FileTokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text if self._tidy is None else self._tidy(text)
 
+    def special_id(self, text: str) -> int | None:
+        """Id of a special token, which `decode` leaves out; None for any other text."""
+        found: int | None = self._tokenizer.token_to_id(text) if text in self.special else None
+        return found
+
+    def templates_have(self, text: str) -> bool:
+        """True if a chat template has a text."""
+        return any(text in template for template in self._chat.templates.values())
+
     def unsettled(self, ids: Sequence[int]) -> int:
         """Characters at the end of the text of ids that later ids may change, at most."""
         found = 0 if self._tidy is None else TIDIED

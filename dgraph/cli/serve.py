@@ -124,6 +124,22 @@ def serve(
     max_prompts: Annotated[int, typer.Option(help="Prompts of one completion request.", rich_help_panel=LIMITS)] = 64,
     max_n: Annotated[int, typer.Option(help="Choices of one prompt.", rich_help_panel=LIMITS)] = 16,
     max_stops: Annotated[int, typer.Option(help="Stop strings of one request.", rich_help_panel=LIMITS)] = 16,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Form of calls of tools: hermes, llama3_json or gemma.",
+            rich_help_panel=LIMITS,
+            show_default="the chat template's",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Form of reasoning: think or gemma; none leaves it in the text.",
+            rich_help_panel=LIMITS,
+            show_default="the chat template's",
+        ),
+    ] = None,
     default_max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -239,6 +255,8 @@ def serve(
         max_n=max_n,
         max_stops=max_stops,
         default_max_tokens=default_max_tokens,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         allowed_origins=allowed_origin or (),
         allowed_hosts=allowed_host or (),
         keep_alive=keep_alive,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dgraph.engine.io.detokenizer import Writer
+from dgraph.engine.io.detokenizer import Shown, Writer
 from dgraph.engine.io.events import Draft, Event, Usage
 from dgraph.engine.io.tickets import EngineRequest, Sink, Totals
 from dgraph.engine.io.timings import Served
@@ -116,7 +116,8 @@ class EngineCore:
     ) -> EngineRequest:
         """Make a ticket of a request. arrived: seconds on the clock by which it is scheduled; None for now."""
         keep = request.decoding.include_stop_str_in_output
-        writer = Writer(self.tokenizer, request.decoding.stop, request.decoding.min_tokens, keep)
+        tokenizer = Shown(self.tokenizer, request.shown) if self.tokenizer and request.shown else self.tokenizer
+        writer = Writer(tokenizer, request.decoding.stop, request.decoding.min_tokens, keep)
         times = Served(self.clock() if arrived is None else arrived, math.nan, math.nan, math.nan, 0)
         return EngineRequest(name, number, request, sink, writer, draft, priority, request, times)
 

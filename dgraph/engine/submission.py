@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from dgraph.engine.core import EngineCore
 from dgraph.engine.io.tickets import Sink
@@ -21,7 +21,7 @@ __getattr__ = former_names(__name__, {"Submission": "RequestSpec"})
 class RequestSpec:
     """One request of a caller; see `Engine.submit`.
 
-    number: of its prompt, in messages; None for `index`.
+    number: of its prompt, in messages; None for `index`. shown: special tokens that are written out in the text.
     """
 
     prompt: str | Sequence[int]
@@ -33,6 +33,7 @@ class RequestSpec:
     draft: bool = False
     index: int = 0
     number: int | None = None
+    shown: Mapping[int, str] = field(default_factory=dict)
 
     def checked(self, core: EngineCore, encode: Callable[[str], list[int]]) -> Request:
         """Check the submission and make its request; compile what that needs, unless that was done.
@@ -87,4 +88,4 @@ class RequestSpec:
                 field="max_new_tokens",
             )
         core.check(chosen)
-        return Request.of(ids, chosen, self.index, fixed, spec)
+        return replace(Request.of(ids, chosen, self.index, fixed, spec), shown=tuple(self.shown.items()))

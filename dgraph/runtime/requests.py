@@ -44,6 +44,7 @@ class Request:
         shared: KV pages that its prompt begins with, which hold its keys already.
         steps, decoded: steps that it has had before, and tokens that they decoded, if it was preempted and goes on.
         canvas: fixed tokens of the response, None at positions to decode; all positions after it are decoded.
+        shown: special tokens that are written out in its text, with that text.
         length: tokens of its response when it goes on, if it was preempted after it had grown; None: the first length.
     """
 
@@ -55,6 +56,7 @@ class Request:
     decoded: int = 0
     canvas: Canvas = ()
     length: int | None = None
+    shown: tuple[tuple[int, str], ...] = ()
 
     @classmethod
     def of(cls, ids: Sequence[int], decoding: Decoding, index: int, canvas: Canvas, spec: ModelSpec) -> Request:

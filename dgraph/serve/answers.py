@@ -12,6 +12,7 @@ from typing import Any
 
 from dgraph.engine.io.detokenizer import BROKEN
 from dgraph.engine.io.events import Event, Usage
+from dgraph.serve.reading import Reader
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import ParsedRequest
 
@@ -50,6 +51,7 @@ class Choice:
         usage: the usage of its last event; None before the first.
         finish: why it ended; None while it goes on.
         offsets: offsets of its tokens in its text.
+        reader: splits its text; None to leave it whole. calls: calls of tools so far.
         text, ids, steps, confidence: its events' contents in order; kept only for an answer in one piece.
     """
 
@@ -61,6 +63,8 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     confidence: list[float] = field(default_factory=list)
+    reader: Reader | None = None
+    calls: int = 0
 
 
 class Answer:
@@ -174,13 +178,17 @@ class Answer:
         self, choice: Choice, ids: Sequence[int], steps: Sequence[int], confidence: Sequence[float]
     ) -> dict[str, Any]:
         """The fields of a choice beside its text."""
-        said: dict[str, Any] = {"logprobs": None, "finish_reason": choice.finish}
+        said: dict[str, Any] = {"logprobs": None, "finish_reason": self.finish(choice)}
         if self.order.logprobs is not None:
             said["logprobs"] = self.logprobs(choice, ids, confidence)
         if self.order.step_map:
             said["step_map"], said["token_ids"] = list(steps), list(ids)
             said["tokens"], said["confidence"] = self.model.pieces(ids), list(confidence)
         return said
+
+    def finish(self, choice: Choice) -> str | None:
+        """The reason for which a choice ended."""
+        return "tool_calls" if choice.calls and choice.finish == "stop" else choice.finish
 
     def _draft(self, draft: Any) -> dict[str, Any]:
         return {
@@ -220,15 +228,49 @@ class Chat(Answer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def __init__(self, model: ServedModel, order: ParsedRequest):
+        super().__init__(model, order)
+        if order.reading is not None:
+            for choice in self.choices:
+                choice.reader = Reader(order.reading)
+
     def opening(self, choice: Choice) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def part(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"index": choice.index, "delta": {"content": text} if text else {}}
+        if choice.reader is None:
+            return {"index": choice.index, "delta": {"content": text} if text else {}}
+        return {"index": choice.index, "delta": self._read(choice, text, choice.finish is not None)}
 
     def body(self, choice: Choice, text: str) -> dict[str, Any]:
-        return {"index": choice.index, "message": {"role": "assistant", "content": text, "refusal": None}}
+        said: dict[str, Any] = {"content": text} if choice.reader is None else self._read(choice, text, True)
+        for call in said.get("tool_calls", ()):
+            del call["index"]
+        content = None if said.keys() & {"tool_calls"} else ""
+        return {"index": choice.index, "message": {"role": "assistant", "content": content, "refusal": None, **said}}
+
+    @staticmethod
+    def _read(choice: Choice, text: str, last: bool) -> dict[str, Any]:
+        """The fields of a message that new text brings; its last text is the rest of them all."""
+        assert choice.reader is not None
+        parts, said = choice.reader.feed(text, last), dict[str, Any]()
+        if parts.content:
+            said["content"] = parts.content
+        if parts.reasoning:
+            said["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            said["tool_calls"] = [
+                {
+                    "index": choice.calls + place,
+                    "id": f"call_{random.getrandbits(96):024x}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": to_json(call.arguments)},
+                }
+                for place, call in enumerate(parts.calls)
+            ]
+            choice.calls += len(parts.calls)
+        return said
 
     def logprobs(self, choice: Choice, ids: Sequence[int], confidence: Sequence[float]) -> dict[str, Any]:
         found = []

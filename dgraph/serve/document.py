@@ -83,7 +83,7 @@ class Marked(Shape):
     """A choice's end, and the fields that `return_step_map` and `stream_mode` bring."""
 
     index: int
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     step_map: list[int] = []
     token_ids: list[int] = []
     tokens: list[str] = []
@@ -133,12 +133,30 @@ class ChatLogprobs(Shape):
     refusal: None
 
 
+class CalledFunction(Shape):
+    """A function that the assistant calls, and its arguments as a text in JSON."""
+
+    name: str
+    arguments: str
+
+
+class Called(Shape):
+    """A call of a tool. index: its place among the calls of a stream."""
+
+    index: int = 0
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Said(Shape):
     """The assistant's message."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str = ""
+    tool_calls: list[Called] = []
 
 
 class ChatChoice(Marked):
@@ -153,6 +171,8 @@ class Delta(Shape):
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[Called] = []
 
 
 class ChatPart(Marked):

@@ -76,6 +76,8 @@ Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenKey = Annotated[str, Field(pattern="^[0-9]{1,10}$")]
+"""A token id as a key of an object."""
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Segment = Annotated[Text | Positive, one_of("a text that is fixed, or a number of free positions, at least 1")]
@@ -134,9 +136,9 @@ class StreamOptions(Fields):
 class Asked(Fields):
     """Fields of both endpoints.
 
-    threshold, steps, policy, block_length, open_blocks: as in `dgraph.Decoding`; stream_mode: "draft" brings the blocks
-    that are being decoded in a field of its own; return_step_map: which step committed each token; canvas: the response
-    in segments, a text that is fixed or a number of positions that are free.
+    threshold, steps, policy, block_length, open_blocks, and settings of sampling: as in `dgraph.Decoding`; stream_mode:
+    "draft" brings the blocks that are being decoded in a field of its own; return_step_map: which step committed each
+    token; canvas: the response in segments, a text that is fixed or a number of positions that are free.
     """
 
     neutral = ASKED
@@ -151,6 +153,15 @@ class Asked(Fields):
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    logit_bias: dict[TokenKey, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Listed[Id] | None = None
+    bad_words: Listed[Annotated[Text, Field(min_length=1, max_length=1000)]] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    stop_token_ids: Listed[Id] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     threshold: Share | None = None
@@ -171,6 +182,8 @@ class CompletionRequest(Asked):
     logprobs: Count | None = None
 
 
+CHOICE = '"none", "auto", "required", or {"type": "function", "function": {"name": ...}}'
+"""The forms of `tool_choice`."""
 CONTENT = "a text, or a list of parts with a type and a text"
 """The forms of a message's content."""
 
@@ -242,11 +255,41 @@ class Message(Fields):
         return {**given, "tool_calls": calls} if calls else given
 
 
+class ToolFunction(Fields):
+    """A function that the model may call. parameters: a JSON schema of its arguments."""
+
+    name: Annotated[Name, Field(min_length=1)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class NamedFunction(Fields):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(Fields):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(Asked):
     """POST /v1/chat/completions. Messages are framed by the model's chat template.
 
     add_generation_prompt, continue_final_message: how the prompt ends, as in vLLM; documents, chat_template_kwargs: for
-    the chat template; tools: taken where tool_choice is "none".
+    the chat template; tools, tool_choice, parallel_tool_calls: as OpenAI has them; separate_reasoning: false to leave
+    reasoning in the content.
     """
 
     neutral = CHAT
@@ -259,5 +302,8 @@ class ChatRequest(Asked):
     continue_final_message: bool | None = None
     documents: Listed[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Listed[dict[str, Any]] | None = None
+    tools: Listed[Tool] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, one_of(CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
     functions: Listed[dict[str, Any]] | None = None

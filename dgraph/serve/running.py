@@ -80,6 +80,7 @@ class HttpStream:
                 index=index,
                 number=index // order.choices,
                 draft=order.draft,
+                shown=order.shown,
             )
             for index in range(self.left)
         ]

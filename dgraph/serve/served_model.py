@@ -78,6 +78,19 @@ class ServedModel:
         variables = getattr(self.engine.tokenizer, "template_variables", None)
         return option == "continue_final_message" or variables is None or option in variables
 
+    def reading_form(self, forms: Mapping[str, Sequence[str]]) -> str | None:
+        """The first of these forms by name one of whose texts this model's chat templates have; None for none."""
+        asked = getattr(self.engine.tokenizer, "templates_have", None)
+        if asked is None:
+            return None
+        return next((name for name, texts in forms.items() if any(map(asked, texts))), None)
+
+    def shown(self, marks: Sequence[str]) -> dict[int, str]:
+        """Special tokens among these texts, which must be written out to be seen."""
+        asked = getattr(self.engine.tokenizer, "special_id", None)
+        found = {} if asked is None else {asked(mark): mark for mark in marks}
+        return {token: mark for token, mark in found.items() if token is not None}
+
     def check_fits(self, given: object, field: str) -> None:
         """Raise `Refusal` for texts, in lists and objects of JSON, that cannot fit.
 

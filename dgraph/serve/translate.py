@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
 from dgraph.runtime.decoding import RULE, Decoding
 from dgraph.serve.neutral import TEMPLATE
 from dgraph.serve.protocol import Asked, ChatRequest, CompletionRequest, named
+from dgraph.serve.reading import Reading
 from dgraph.serve.refusal import Refusal, bad_field
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServerConfig
+from dgraph.serve.tools import TAIL, reading_of
 
 COMPLETION_TOKENS = 16
 """Default new tokens of a completion, as in OpenAI's API."""
 CHAT_TOKENS = 128
 """Default new tokens of a chat, for models whose every step forwards all of them."""
-DECODING = (*RULE, "block_length", "open_blocks", "temperature", "top_p", "top_k", "min_tokens")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "include_stop_str_in_output"),
+)
+DECODING = (*RULE, *SAMPLING, "block_length", "open_blocks", "min_tokens")
 """Fields of a request that are also fields of a `Decoding`."""
 TAKEN = (*CompletionRequest.model_fields, *ChatRequest.model_fields)
 """Fields that a refusal can name."""
@@ -44,6 +50,7 @@ class ParsedRequest:
         usage_at_end, usage_always: True for usage in one more chunk at the end, and in every chunk.
         draft: True if chunks bring the block that is being decoded.
         step_map: True if the answer brings ids, their texts, steps and confidences.
+        reading: how its text is split; None to leave it whole. shown: special tokens that are written out for that.
         logprobs: likely tokens beside the logarithm of each token's confidence; None for no logarithms.
     """
 
@@ -59,6 +66,8 @@ class ParsedRequest:
     draft: bool
     step_map: bool
     logprobs: int | None
+    reading: Reading | None = None
+    shown: Mapping[int, str] = field(default_factory=dict)
 
 
 def parsed_completion(body: CompletionRequest, model: ServedModel, settings: ServerConfig) -> ParsedRequest:
@@ -80,20 +89,17 @@ def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServerConfig) -
     if body.top_logprobs and body.top_logprobs > 1:
         said = f"top_logprobs is 0 or 1, got {body.top_logprobs}"
         raise bad_field("top_logprobs", f"only the chosen token's is known: {said}.")
-    _check_tools(body)
+    reading = reading_of(body, model, settings)
     ids = _framed(body, model)
+    if reading is not None and reading.reasoning is not None:
+        tail = model.decode(ids[-TAIL:]).rstrip()
+        reading = replace(reading, begun=tail.endswith(reading.reasoning.begin))
     wanted = body.max_completion_tokens or body.max_tokens or settings.default_max_tokens
     if wanted is None:
         room = model.engine.max_tokens - len(ids)
         wanted = max(1, room if model.engine.spec.attention == "block_causal" else min(room, CHAT_TOKENS))
-    return _order(body, model, settings, [ids], None, wanted, (body.top_logprobs or 0) if body.logprobs else None)
-
-
-def _check_tools(body: ChatRequest) -> None:
-    """Refuse tools unless the request allows no calls: tools are not shown to the model."""
-    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-        if getattr(body, tools) and getattr(body, choice, None) != "none":
-            raise bad_field(tools, f'`{tools}` is not supported; omit it, or send {choice}: "none".')
+    order = _order(body, model, settings, [ids], None, wanted, (body.top_logprobs or 0) if body.logprobs else None)
+    return order if reading is None else replace(order, reading=reading, shown=model.shown(reading.marks))
 
 
 def _framed(body: ChatRequest, model: ServedModel) -> list[int]:
@@ -129,15 +135,19 @@ def _template_options(body: ChatRequest, model: ServedModel) -> dict[str, Any]:
         options["add_generation_prompt"] = False
     if body.documents:
         options["documents"] = body.documents
-    for field in ("documents", TEMPLATE):
-        model.check_fits(getattr(body, field) or (), field)
+    if body.tools and body.tool_choice != "none":
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    for large in ("documents", TEMPLATE):
+        model.check_fits(getattr(body, large) or (), large)
+    model.check_fits(options.get("tools", ()), "tools")
     for name in given:
         if name in RESERVED:
             raise bad_field(TEMPLATE, f"{TEMPLATE}.{named(name)} is a field of its own; give it beside the messages.")
     for name in (*options, *given):
         if not model.reads_in_chats(name):
             field, path = (TEMPLATE, f"{TEMPLATE}.{named(name)}") if name in given else (name, name)
-            raise bad_field(field, f"{path} is not read by the chat template of this model; leave it out.")
+            none = ', or send tool_choice: "none"' if name == "tools" else ""
+            raise bad_field(field, f"{path} is not read by the chat template of this model; leave it out{none}.")
     return {**given, **options}
 
 
@@ -187,6 +197,8 @@ def _order(
         raise bad_field("n", f"n is at most {settings.max_n} here, got {choices}.")
     if body.top_k is not None and body.top_k < 0:
         body.top_k = 0
+    for large in ("bad_words", "allowed_token_ids", "stop_token_ids"):
+        model.check_fits(getattr(body, large) or (), large)
     where = "messages" if isinstance(body, ChatRequest) else "prompt"
     canvas = _canvas(body, model)
     wanted = len(canvas) if canvas is not None else wanted
@@ -265,6 +277,8 @@ def _decoding(body: Asked, settings: ServerConfig, wanted: int) -> Decoding:
         value = getattr(usual, name)
         if name not in said and name not in chosen and value != getattr(Decoding, name):
             said[name] = value
+    if "logit_bias" in said:
+        said["logit_bias"] = {int(token): bias for token, bias in said["logit_bias"].items()}
     seed = random.getrandbits(62) if body.seed is None else body.seed
     try:
         return Decoding(max_new_tokens=wanted, stop=tuple(stops), ignore_eos=bool(body.ignore_eos), seed=seed, **said)

@@ -34,7 +34,7 @@ USUAL: list[tuple[str, str, int, Any]] = [
     ("POST", "/v1/chat/completions", 200, {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 1, **SHOWN}),
     ("POST", "/v1/chat/completions", 200, {**CHAT, "stream": True}),
     ("POST", "/v1/chat/completions", 200, {**CHAT, "stream": True, "logprobs": True, **SHOWN}),
-    ("POST", "/v1/chat/completions", 400, {**CHAT, "min_p": 0.5}),
+    ("POST", "/v1/chat/completions", 400, {**CHAT, "top_a": 0.5}),
     ("POST", "/v1/chat/completions", 404, {**CHAT, "model": "gpt"}),
     ("POST", "/v1/completions", 200, {**TEXT, "echo": True}),
     ("POST", "/v1/completions", 200, {**TEXT, "logprobs": 0}),
@@ -130,7 +130,7 @@ def test_requests_say_what_they_take(document: Document) -> None:
     chat = schemas["ChatRequest"]
     assert chat["additionalProperties"] is False
     assert chat["properties"].keys() >= ASKED.keys()
-    assert chat["properties"]["min_p"]["enum"] == [None, 0]
+    assert chat["properties"]["top_a"]["enum"] == [None, 0]
     assert "enum" not in chat["properties"]["user"]
     for name in ("StreamOptions", "Message", "Part", "DecisionRequest"):
         assert schemas[name]["additionalProperties"] is False

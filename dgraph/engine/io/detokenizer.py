@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Sequence
+from itertools import groupby, takewhile
 
 from dgraph.runtime.sampling.stops import Decoder, first_stop, stops_from, trim
 
@@ -12,6 +12,32 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 ALIKE = 8
 """Characters that neighbours can change at most: "do n ' t" is "don't" in a vocabulary of words."""
+
+
+class Shown:
+    """A tokenizer that writes some special tokens out, which it else leaves out of a text.
+
+    Args:
+        tokenizer: decodes the other ids.
+        shown: ids, and their texts.
+    """
+
+    def __init__(self, tokenizer: Decoder, shown: Iterable[tuple[int, str]]):
+        self._tokenizer, self._shown = tokenizer, dict(shown)
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Text of ids."""
+        parts = (list(part) for _, part in groupby(ids, self._shown.__contains__))
+        return "".join(
+            "".join(map(self._shown.__getitem__, part)) if part[0] in self._shown else self._tokenizer.decode(part)
+            for part in parts
+        )
+
+    def unsettled(self, ids: Sequence[int]) -> int:
+        """Characters at the end of the text that later ids may change, at most."""
+        asked = getattr(self._tokenizer, "unsettled", None)
+        last = list(takewhile(lambda token: token not in self._shown, reversed(ids)))
+        return 0 if asked is None else asked(last[::-1])
 
 
 class Writer:

@@ -21,7 +21,7 @@ is divided by it, a negative one is multiplied. addend f32[b, V]: then added; -i
 least one id of a sequence has a finite one. least f32[b], in [0, 1]: ids whose p = softmax(z / T) (T = 1 for
 temperature 0) is below `least` times the largest p are then left out; 0 leaves out none.
 A scale of 1 with an addend of 0 and a least of 0 gives what dgraph::lm_head gives, to the bit.
-Deterministic. Holds three fp32 copies of one chunk's logits."""
+Deterministic. Holds two further fp32 copies of one chunk's logits."""
 
 
 def adjusted(logits: Tensor, scale: Tensor, addend: Tensor) -> Tensor:
@@ -70,10 +70,10 @@ def reference(
 def workspace(
     device: torch.device, h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *rest: Any
 ) -> int:
-    """Bytes of one chunk: those of dgraph::lm_head, and three fp32 copies of its logits."""
+    """Bytes of one chunk: those of dgraph::lm_head, and two fp32 copies of its logits."""
     logits = min(len(candidate), rest[2]) * len(weight)
     given = lm_head.workspace(device, h, weight, bias, candidate, *rest)
-    return given + 3 * logits * numeric(h.dtype).itemsize
+    return given + 2 * logits * numeric(h.dtype).itemsize
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

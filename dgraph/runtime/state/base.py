@@ -4,8 +4,7 @@ Subclasses: `BlockCausalState`; `EncodeDenoiseState` for models that predict the
 block; `UniformNoiseState` for those without a mask token; `BidirectionalState` for bidirectional ones. They differ in
 which rows they forward. Nothing here loops over sequences, and only `report` is meant to be read by the host.
 
-Every sequence is a row of every tensor (a slot), and no row depends on another. So between two steps the host may write
-a slot anew, or leave some out.
+Every sequence is a row of every tensor (a slot), independent of the others. So the host may write slots between steps.
 """
 
 from __future__ import annotations
@@ -70,7 +69,8 @@ class DecodeState(ABC):
     i64[b]; bound i64[b] = prompt + max_new_tokens; keys i64[b, 2]: what draws start from, see `sequence_keys`;
     temperature f32[b]; stops_from i64[b]: the position from which on a stop token ends it; kind i64[b] and settings, by
     name [b]: which policy of a mixture decides, and with which numbers; adjust: see `sampling.adjustments`. place
-    i64[b]: its turn when rows are granted, the lowest first, `OUT` for none. Fixed: stop_ids i64[E]; mask_id; most_rows: rows that a step may have.
+    i64[b]: its turn when rows are granted, the lowest first, `OUT` for none. Fixed: stop_ids i64[E]; mask_id;
+    most_rows: rows that a step may have.
     """
 
     start: Tensor

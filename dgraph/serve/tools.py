@@ -1,0 +1,62 @@
+"""Tools and reasoning of a chat: the forms in which its model writes them, chosen by the server or by the template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dgraph.serve.protocol import ChatRequest, NamedTool
+from dgraph.serve.reading import REASONING, TOOLS, Reading
+from dgraph.serve.refusal import bad_field
+from dgraph.serve.served_model import ServedModel
+from dgraph.serve.settings import ServerConfig
+
+TAIL = 16
+"""Last tokens of a prompt that may begin the reasoning."""
+TOOL_TEXTS: Mapping[str, Sequence[str]] = {
+    "gemma": ("<|tool_call>",),
+    "hermes": ("<tool_call>",),
+    "llama3_json": ("<|python_tag|>", '"parameters"'),
+}
+"""Texts of chat templates by the form of calls that they show."""
+REASONING_TEXTS: Mapping[str, Sequence[str]] = {"gemma": ("<|channel>",), "think": ("<think>",)}
+"""Texts of chat templates by the form of reasoning that they show."""
+
+
+def reading_of(body: ChatRequest, model: ServedModel, settings: ServerConfig) -> Reading | None:
+    """How the responses to a chat are read; None to leave them whole. Raises `Refusal` for tools that cannot be served.
+
+    The forms are those that the server was told, else those that the chat template shows.
+    """
+    if body.functions and (body.model_extra or {}).get("function_call") != "none":
+        raise bad_field("functions", '`functions` is not supported; use tools, omit it, or send function_call: "none".')
+    names = [tool.function.name for tool in body.tools or ()]
+    choice = body.tool_choice or ("auto" if names else "none")
+    if choice not in ("none", "auto"):
+        _check_forced(choice, names)
+    elif choice == "auto" and body.tool_choice is not None and not names:
+        choice = "none"
+    tools = None
+    if names and choice != "none":
+        form = settings.tool_parser or model.reading_form(TOOL_TEXTS)
+        if form is None and model.reads_in_chats("tools"):
+            form = "hermes"
+        tools = TOOLS[form] if form else None
+    shown = settings.reasoning_parser or model.reading_form(REASONING_TEXTS)
+    reasoning = REASONING[shown] if shown not in (None, "none") and body.separate_reasoning is not False else None
+    if tools is None and reasoning is None:
+        return None
+    return Reading(tools, frozenset(names), body.parallel_tool_calls is not False, reasoning)
+
+
+def _check_forced(choice: str | NamedTool, names: Sequence[str]) -> None:
+    """Refuse a call that must be made: nothing holds the model to it without a constraint."""
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    if not names:
+        raise bad_field("tool_choice", "tool_choice asks for a call, and there are no tools; give tools.")
+    if named is not None and named not in names:
+        raise bad_field("tool_choice", "tool_choice names a function that is not among the tools; name one of them.")
+    what = "a named function" if named is not None else '"required"'
+    raise bad_field(
+        "tool_choice",
+        f"tool_choice {what} needs decoding under a grammar, which is not supported here; send auto or none.",
+    )
