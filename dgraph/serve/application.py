@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from dgraph.serve.running import HttpStream
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServerConfig
 from dgraph.serve.streams import RefusalResponse, StreamResponse, WholeResponse
+from dgraph.serve.tokens import DetokenizeRequest, TokenizeRequest, detokenized, rules, tokenized
 from dgraph.serve.translate import ParsedRequest, parsed_chat, parsed_completion
 from dgraph.serve.turns import Turns
 from dgraph.viewer import FILES
@@ -50,6 +52,7 @@ def build(lifetime: Lifetime, settings: ServerConfig) -> FastAPI:
     _add_status(app, lifetime, metrics)
     _add_answers(app, lifetime, settings, metrics, turns)
     _add_decisions(app, lifetime, settings, metrics, turns)
+    _add_tokens(app, lifetime, turns)
     _add_page(app)
     app.add_middleware(Guard, settings=settings, lifetime=lifetime)
     if settings.allowed_origins:  # around the guard, whose refusals such pages read, too
@@ -149,6 +152,27 @@ def _add_decisions(app: FastAPI, lifetime: Lifetime, settings: ServerConfig, met
             return JSONResponse(await deciding.answer(request.receive))
         finally:
             lifetime.leave(deciding)
+
+
+def _add_tokens(app: FastAPI, lifetime: Lifetime, turns: Turns) -> None:
+    @app.get("/v1/policies")
+    async def policies() -> dict[str, Any]:
+        """The decoding rules that a request may name."""
+        return rules()
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
+        """The ids of a text or of a conversation."""
+        model = lifetime.model(body.model)
+        async with turns.of(request.scope["record"].size):
+            return await asyncio.to_thread(tokenized, body, model)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request, body: DetokenizeRequest) -> dict[str, str]:
+        """The text of ids, without special tokens."""
+        model = lifetime.model(body.model)
+        async with turns.of(request.scope["record"].size):
+            return await asyncio.to_thread(detokenized, body, model)
 
 
 def _note(record: Record, model: ServedModel, order: ParsedRequest, settings: ServerConfig) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
 from dgraph.serve.access_log import PROBES
-from dgraph.serve.settings import ServerConfig
+from dgraph.serve.settings import ServerConfig, takes_key
 
 REFERENCE = "#/components/schemas/{model}"
 UNUSED = ("HTTPValidationError", "ValidationError")
@@ -315,6 +315,37 @@ class VersionAnswer(Shape):
     version: str
 
 
+class TokenizeAnswer(Shape):
+    """Ids of a text; token_strs: the text of each, if that was asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(Shape):
+    """The text of ids."""
+
+    prompt: str
+
+
+class PolicyAnswer(Shape):
+    """A decoding rule. preset_of: the rule whose options these are; null for a rule itself."""
+
+    id: str
+    object: Literal["policy"]
+    preset_of: str | None
+    options: dict[str, Any]
+
+
+class PoliciesAnswer(Shape):
+    """Decoding rules by name."""
+
+    object: Literal["list"]
+    data: list[PolicyAnswer]
+
+
 WHOLE: dict[str, type[Shape]] = {
     "/version": VersionAnswer,
     "/v1/models": ModelsAnswer,
@@ -322,6 +353,9 @@ WHOLE: dict[str, type[Shape]] = {
     "/v1/completions": CompletionAnswer,
     "/v1/chat/completions": ChatAnswer,
     "/v1/decisions": DecisionAnswer,
+    "/v1/policies": PoliciesAnswer,
+    "/tokenize": TokenizeAnswer,
+    "/detokenize": DetokenizeAnswer,
 }
 """Answers in JSON, by path."""
 CHUNKS: dict[str, type[Shape]] = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
@@ -357,7 +391,7 @@ class Documented(FastAPI):
             for method, operation in operations.items():
                 answers = {200: _answer(path)} | {s: _refusal(path, s) for s in self._errors(path, method)}
                 operation["responses"] = {str(status): answers[status] for status in sorted(answers)}
-                if self._settings.api_keys and path.startswith("/v1/"):
+                if self._settings.api_keys and takes_key(path):
                     operation["security"] = [{"key": []}]
         return document
 
@@ -366,7 +400,7 @@ class Documented(FastAPI):
         yield from (408, 431, 500, 503)
         if path not in PROBES and self._settings.allowed_hosts:
             yield 403
-        if path.startswith("/v1/") and self._settings.api_keys:
+        if takes_key(path) and self._settings.api_keys:
             yield 401
         if method == "post":
             yield from (400, 404, 413)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from dgraph.serve.access_log import PROBES, Record
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.refusal import Refusal, unavailable
-from dgraph.serve.settings import ServerConfig
+from dgraph.serve.settings import ServerConfig, takes_key
 from dgraph.serve.streams import RefusalResponse
 
 LOGGER = logging.getLogger("dgraph.serve")
@@ -104,7 +104,7 @@ class Guard:
 
     def _check_key(self, scope: Scope) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # where the application is mounted
-        if not self._keys or scope["method"] == "OPTIONS" or not (path == "/v1" or path.startswith("/v1/")):
+        if not self._keys or scope["method"] == "OPTIONS" or not takes_key(path):
             return
         given = _header(scope["headers"], b"authorization")
         kind, _, key = given.partition(b" ")

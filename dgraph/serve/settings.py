@@ -40,13 +40,18 @@ HOST = re.compile(r"[^\s/:@\[\]]+|\[[^\s/\]]+\]")
 __getattr__ = former_names(__name__, {"ServeSettings": "ServerConfig"})
 
 
+def takes_key(path: str) -> bool:
+    """True of a path that only clients with a key are served, if the server has keys."""
+    return path in ("/v1", "/tokenize", "/detokenize") or path.startswith("/v1/")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Access, size limits, time limits and decoding defaults of a server.
 
     Attributes:
-        api_keys: clients send one of them as "Authorization: Bearer KEY" to everything under /v1; without any, all
-            clients are answered.
+        api_keys: clients send one of them as "Authorization: Bearer KEY" to everything under /v1, to /tokenize and to
+            /detokenize; without any, all clients are answered.
         decoding: defaults of responses' decoding, for fields that a request leaves out; None for those of `Decoding`.
             Its length, stop texts, seed and samplers mean nothing here.
         max_body_bytes: most bytes of a request's body.

@@ -90,7 +90,7 @@ def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServerConfig) -
         said = f"top_logprobs is 0 or 1, got {body.top_logprobs}"
         raise bad_field("top_logprobs", f"only the chosen token's is known: {said}.")
     reading = reading_of(body, model, settings)
-    ids = _framed(body, model)
+    ids = framed(body, model)
     if reading is not None and reading.reasoning is not None:
         tail = model.decode(ids[-TAIL:]).rstrip()
         reading = replace(reading, begun=tail.endswith(reading.reasoning.begin))
@@ -102,7 +102,7 @@ def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServerConfig) -
     return order if reading is None else replace(order, reading=reading, shown=model.shown(reading.marks))
 
 
-def _framed(body: ChatRequest, model: ServedModel) -> list[int]:
+def framed(body: ChatRequest, model: ServedModel) -> list[int]:
     """Ids of a conversation, framed by the chat template with the client's options."""
     turns = [{**message.turn, "content": text_of(message.content, "messages")} for message in body.messages]
     calls = [place for place, message in enumerate(body.messages) if message.tool_calls]
