@@ -17,10 +17,11 @@ from dgraph.serve.access_log import Record
 from dgraph.serve.answers import Answer, Chat, Completion
 from dgraph.serve.decisions import Deciding, DecisionRequest
 from dgraph.serve.document import Documented
+from dgraph.serve.fields import OWN, kind_of
 from dgraph.serve.guard import Guard
 from dgraph.serve.lifetime import Lifetime
 from dgraph.serve.metrics import Metrics, Pace
-from dgraph.serve.protocol import OWN, ChatRequest, CompletionRequest, kind_of
+from dgraph.serve.protocol import ChatRequest, CompletionRequest
 from dgraph.serve.refusal import Refusal
 from dgraph.serve.running import HttpStream
 from dgraph.serve.served_model import ServedModel

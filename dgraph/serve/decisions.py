@@ -17,8 +17,9 @@ from starlette.types import Receive
 from dgraph.engine.engine import EngineClosed
 from dgraph.engine.io.label_questions import Answer
 from dgraph.errors import EngineBusy, InputError
+from dgraph.serve.fields import Fields, Listed, Name, Text, one_of
 from dgraph.serve.neutral import DECISION, TURN
-from dgraph.serve.protocol import CONTENT, Fields, Listed, Name, Part, Text, one_of
+from dgraph.serve.protocol import CONTENT, Part
 from dgraph.serve.refusal import Refusal, bad_field, not_now, shut_down
 from dgraph.serve.served_model import ServedModel, size_of
 from dgraph.serve.settings import ServerConfig

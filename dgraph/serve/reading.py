@@ -32,12 +32,14 @@ class ToolForm:
     Attributes:
         begin, end: marks around a call.
         read: the calls of a text between the marks; raises `ValueError` where it is none.
+        arguments: key of a call's arguments, if it is an object in JSON.
         bare: a response may be calls without marks, if it begins with a brace.
     """
 
     begin: str
     end: str
     read: Callable[[str], list[Call]]
+    arguments: str | None = None
     bare: bool = False
 
 
@@ -125,8 +127,8 @@ def _gemma_many(text: str, at: int, closed: str) -> tuple[Any, int]:
 
 
 TOOLS = {
-    "hermes": ToolForm("<tool_call>", "</tool_call>", read_json),
-    "llama3_json": ToolForm("<|python_tag|>", "", read_json, bare=True),
+    "hermes": ToolForm("<tool_call>", "</tool_call>", read_json, "arguments"),
+    "llama3_json": ToolForm("<|python_tag|>", "", read_json, "parameters", bare=True),
     "gemma": ToolForm("<|tool_call>", "<tool_call|>", read_gemma),
 }
 """Forms of calls by name."""

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from dgraph.errors import InputError
 from dgraph.runtime.policies import POLICIES, PRESETS, DecodeRule
-from dgraph.serve.protocol import ChatRequest, Fields, Id, Listed, Message, Text, Tool
+from dgraph.serve.fields import Fields, Id, Listed, Text
+from dgraph.serve.protocol import ChatRequest, Message, Tool
 from dgraph.serve.refusal import bad_field
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.translate import framed

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dgraph.errors import InputError
+from dgraph.runtime.constraints.constraint import Constraint
+from dgraph.serve.constraints import call_of, constraint_of
 from dgraph.serve.protocol import ChatRequest, NamedTool
 from dgraph.serve.reading import REASONING, TOOLS, Reading
 from dgraph.serve.refusal import bad_field
@@ -49,14 +52,30 @@ def reading_of(body: ChatRequest, model: ServedModel, settings: ServerConfig) ->
 
 
 def _check_forced(choice: str | NamedTool, names: Sequence[str]) -> None:
-    """Refuse a call that must be made: nothing holds the model to it without a constraint."""
+    """Refuse a call that must be made of a tool that is not there."""
     named = choice.function.name if isinstance(choice, NamedTool) else None
     if not names:
         raise bad_field("tool_choice", "tool_choice asks for a call, and there are no tools; give tools.")
     if named is not None and named not in names:
         raise bad_field("tool_choice", "tool_choice names a function that is not among the tools; name one of them.")
-    what = "a named function" if named is not None else '"required"'
-    raise bad_field(
-        "tool_choice",
-        f"tool_choice {what} needs decoding under a grammar, which is not supported here; send auto or none.",
-    )
+
+
+def forced_call(body: ChatRequest, reading: Reading | None) -> Constraint | None:
+    """The constraint to a call that a chat asks for; None if it asks for none. Raises `Refusal`."""
+    choice = body.tool_choice
+    if choice in (None, "none", "auto"):
+        return None
+    form = None if reading is None else reading.tools
+    if form is None or form.arguments is None:
+        said = "the form in which this model calls tools has no grammar here"
+        raise bad_field("tool_choice", f"{said}; send tool_choice auto or none.")
+    if constraint_of(body) is not None:
+        raise bad_field("tool_choice", "tool_choice asks for a call, beside another constraint; leave one of them out.")
+    tools = {tool.function.name: tool.function.parameters or {} for tool in body.tools or ()}
+    if isinstance(choice, NamedTool):
+        tools = {choice.function.name: tools[choice.function.name]}
+    marks = (form.begin, form.end) if form.end else ("", "")
+    try:
+        return call_of(tools, form.arguments, *marks)
+    except InputError as error:
+        raise bad_field("tools", str(error)) from None

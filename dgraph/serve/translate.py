@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
+from dgraph.runtime.constraints.constraint import Constraint
 from dgraph.runtime.decoding import RULE, Decoding
+from dgraph.serve.constraints import constraint_of
+from dgraph.serve.fields import named
 from dgraph.serve.neutral import TEMPLATE
-from dgraph.serve.protocol import Asked, ChatRequest, CompletionRequest, named
+from dgraph.serve.protocol import Asked, ChatRequest, CompletionRequest
 from dgraph.serve.reading import Reading
 from dgraph.serve.refusal import Refusal, bad_field
 from dgraph.serve.served_model import ServedModel
 from dgraph.serve.settings import ServerConfig
-from dgraph.serve.tools import TAIL, reading_of
+from dgraph.serve.tools import TAIL, forced_call, reading_of
 
 COMPLETION_TOKENS = 16
 """Default new tokens of a completion, as in OpenAI's API."""
@@ -98,7 +101,8 @@ def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServerConfig) -
     if wanted is None:
         room = model.engine.max_tokens - len(ids)
         wanted = max(1, room if model.engine.spec.attention == "block_causal" else min(room, CHAT_TOKENS))
-    order = _order(body, model, settings, [ids], None, wanted, (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    order = _order(body, model, settings, [ids], None, wanted, logprobs, forced_call(body, reading))
     return order if reading is None else replace(order, reading=reading, shown=model.shown(reading.marks))
 
 
@@ -191,6 +195,7 @@ def _order(
     texts: list[str] | None,
     wanted: int,
     logprobs: int | None,
+    forced: Constraint | None = None,
 ) -> ParsedRequest:
     choices = body.n or 1
     if choices > settings.max_n:
@@ -204,7 +209,7 @@ def _order(
     wanted = len(canvas) if canvas is not None else wanted
     for ids in prompts:
         _check_length(ids, wanted, where, model, settings)
-    decoding = _decoding(body, settings, wanted)
+    decoding = _decoding(body, settings, wanted, forced)
     options = body.stream_options
     return ParsedRequest(
         prompts=prompts,
@@ -266,7 +271,7 @@ def check_prompt(ids: Sequence[int], where: str, settings: ServerConfig) -> None
         raise bad_field(where, f"a prompt has at most {most} tokens here, got {len(ids)}.", "context_length_exceeded")
 
 
-def _decoding(body: Asked, settings: ServerConfig, wanted: int) -> Decoding:
+def _decoding(body: Asked, settings: ServerConfig, wanted: int, forced: Constraint | None) -> Decoding:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > settings.max_stops:
         raise bad_field("stop", f"a request has at most {settings.max_stops} stop texts here, got {len(stops)}.")
@@ -277,6 +282,8 @@ def _decoding(body: Asked, settings: ServerConfig, wanted: int) -> Decoding:
         value = getattr(usual, name)
         if name not in said and name not in chosen and value != getattr(Decoding, name):
             said[name] = value
+    if (constraint := forced or constraint_of(body)) is not None:
+        said["constraint"] = constraint
     if "logit_bias" in said:
         said["logit_bias"] = {int(token): bias for token, bias in said["logit_bias"].items()}
     seed = random.getrandbits(62) if body.seed is None else body.seed

@@ -86,7 +86,7 @@ def test_many_clients_at_once(live: Live) -> None:
 
 
 def test_fields_of_other_servers_and_system_messages(client: openai.OpenAI) -> None:
-    for field, value in (("logit_bias_", {}), ("guided_regex", "a+"), ("top_a", 0.5)):
+    for field, value in (("logit_bias_", {}), ("guided_regex", "(a"), ("top_a", 0.5)):
         with pytest.raises(openai.BadRequestError, match=field) as bad:
             client.chat.completions.create(**CHAT, extra_body={field: value})
         assert bad.value.param == field

@@ -166,8 +166,8 @@ def test_earlier_calls_and_results_reach_the_template(http: httpx.Client) -> Non
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tools": [{"type": "web_search"}]}, "tools"),

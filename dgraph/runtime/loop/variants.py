@@ -25,6 +25,6 @@ def variant_of(decodings: Sequence[Decoding]) -> str:
     """The variant of programs that requests with these decodings share; "" for the main ones."""
     asked = measuring(PolicyMix.of([chosen.rule for chosen in decodings]))
     adjusts = any(chosen.adjusts for chosen in decodings)
-    if any(chosen.sampling.needs_logits for chosen in decodings) or (adjusts and asked):
+    if any(chosen.needs_logits for chosen in decodings) or (adjusts and asked):
         return LOGITS
     return ADJUSTED if adjusts else asked
