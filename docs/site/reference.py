@@ -49,6 +49,7 @@ WANTED = {
     "adds": "under a row plan that adds rows",
     "kv": "to recipes that keep some keys",
     "modes": "to canvases of random tokens",
+    "adjusts": "while a request adjusts its logits",
 }
 """When an input is offered, by `StepInput.needs`."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
