@@ -18,9 +18,6 @@ WHITESPACE = r"( |\n {0,16})?"
 UNFORCED = '%llguidance {"no_forcing": true}\n'
 """Line of a grammar: no text is forced, since looking for such a text can go on without end."""
 
-UNFORCED = '%llguidance {"no_forcing": true}\n'
-"""Line of a grammar: no text is forced, since looking for such a text can go on without end."""
-
 
 def library() -> Any:
     """The package llguidance.
