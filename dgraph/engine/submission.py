@@ -55,8 +55,6 @@ class RequestSpec:
             raise InputError(f"request_id is a text, or None to make one, got {self.request_id!r}.")
         spec, block, room = core.session.spec, core.shape.block, core.max_tokens
         chosen = with_ids(self.decoding.for_model(spec, block), core.tokenizer)
-        if chosen.constraint is not None and not hasattr(core.session, "vocabulary"):
-            raise InputError("this engine decodes under no constraint; leave it out.", field="constraint")
         if chosen.stop and core.tokenizer is None:
             raise InputError(
                 "the model came without a tokenizer, so texts in stop mean nothing; leave them out.", field="stop"

@@ -31,7 +31,7 @@ class ToolForm:
 
     Attributes:
         begin, end: marks around a call.
-        read: the calls of a text between the marks; raises `ValueError` where it is none.
+        read: the calls of a text between the marks; raises `ValueError` for any other text.
         arguments: key of a call's arguments, if it is an object in JSON.
         bare: a response may be calls without marks, if it begins with a brace.
     """
@@ -141,7 +141,7 @@ REASONING = {
 
 @dataclass(frozen=True)
 class Reading:
-    """How the responses to a request are read.
+    """The forms in which the responses to a request are read.
 
     Attributes:
         tools: the form of calls; None reads none.
