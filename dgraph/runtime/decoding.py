@@ -54,7 +54,7 @@ class Decoding:
         bad_words: texts of one token each, or ids, that are never produced; a text counts with a space before it, too.
         repetition_penalty: above 1, makes tokens of the prompt and of the response less likely; above 0.
         presence_penalty, frequency_penalty: subtracted from the logits of tokens that stand in the response, once, and
-            for each time that they do. Tokens count that are committed when a step begins, before a position and after it
+            for each time that they do. Tokens count that stand when a step begins, before a position and after it
             (`dgraph.runtime.sampling.adjustments`).
         stop_token_ids: further ids that end a response, also under `ignore_eos`.
         include_stop_str_in_output: True to keep the text of `stop`, or the token of `stop_token_ids`, that ended a

@@ -26,7 +26,7 @@ REASONING_TEXTS: Mapping[str, Sequence[str]] = {"gemma": ("<|channel>",), "think
 
 
 def reading_of(body: ChatRequest, model: ServedModel, settings: ServerConfig) -> Reading | None:
-    """The reading of the responses to a chat; None to leave them whole. Raises `Refusal` for tools that cannot be served.
+    """The reading of the responses to a chat; None to leave them whole. Raises `Refusal`.
 
     The forms are those that the server was told, else those that the chat template shows.
     """
