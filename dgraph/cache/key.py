@@ -24,7 +24,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from dgraph.cache.artifact import FORMAT
-from dgraph.cache.sources import hash_of, modules_beside, path_of, sources
+from dgraph.cache.sources import hash_of, modules_beside, package_hash, path_of, sources
 from dgraph.private.processor import processor_features
 
 if TYPE_CHECKING:
@@ -241,6 +241,21 @@ def environment(device: torch.device) -> dict[str, str]:
         "processor features": processor_features(),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def program_key(device: torch.device, compiled: bool) -> Key:
+    """The key of the machines on which all artifacts of a program are found: this one, and those that are alike.
+
+    Args:
+        device: of the program.
+        compiled: False for a program that runs op by op, which any processor can.
+    """
+    import torch
+
+    here = {"dgraph": f"{_version('dgraph')} sources {package_hash('dgraph')[:12]}"}
+    here["transformers"] = _version("transformers")
+    plain = {"torch": f"{torch.__version__} git {torch.version.git_version}", "device": str(device)}
+    return Key(here | (environment(device) if compiled else plain))
 
 
 def sources_of(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:

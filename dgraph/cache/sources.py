@@ -100,6 +100,13 @@ def path_of(module: str) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
+def package_hash(package: str) -> str:
+    """SHA-256 of every source of a package, in hexadecimal; of no source, without files."""
+    path = path_of(package)
+    files = sorted(file for file in path.parent.rglob("*") if file.suffix in (".py", ".cpp")) if path else []
+    return hashlib.sha256("".join(map(hash_of, files)).encode()).hexdigest()
+
+
 def hash_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -36,6 +36,9 @@ class Store:
         root: the folder; made with mode 0700 if it does not exist.
         limit: bytes that it may take; None for `DGRAPH_CACHE_SIZE`, or 4 GiB.
 
+    Attributes:
+        used: digests of the artifacts that were found or put through this object, in order.
+
     Raises:
         CacheError: the folder cannot be used, or another user could have put code into it.
         InputError: DGRAPH_CACHE_SIZE is not a size.
@@ -44,6 +47,7 @@ class Store:
     def __init__(self, root: str | Path, limit: int | None = None):
         self.root = Path(root).expanduser().absolute()
         self.limit = limit_of_environment() if limit is None else limit
+        self.used: dict[str, None] = {}
         self._warned: set[str] = set()
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,10 +90,14 @@ class Store:
             return None
         with suppress(OSError):  # a store that cannot be written serves all the same
             os.utime(folder)
+        self.used[key.digest] = None
         return found
 
     def __contains__(self, key: Key) -> bool:
-        return (self.entries / key.digest).is_dir()
+        if not (self.entries / key.digest).is_dir():
+            return False
+        self.used[key.digest] = None
+        return True
 
     def put(self, key: Key, files: Mapping[str, bytes], replace: bool = False) -> bool:
         """Write an artifact, then remove the least recently used ones beyond the limit. Call it inside `making`.
@@ -113,6 +121,7 @@ class Store:
         except OSError as error:
             self.warn(f"the artifact cache {self.root} cannot be written ({error.strerror}); going on without it.")
             return False
+        self.used[key.digest] = None
         with suppress(OSError):
             self.trim(keep=key.digest)
         return True
