@@ -113,6 +113,7 @@ class Model(Described):
             those that a checkpoint stores quantised, which a captured graph reads as they are.
         adapter: by which it drafts, see `ModelSpec.adapter`; None: by its own weights.
         stored_dtype: of the weights in the checkpoint that it was loaded from; None where no checkpoint says.
+        source: what it was loaded from: the name of an embedded model, an id, or an absolute folder; "" for an object.
     """
 
     name: str
@@ -124,6 +125,7 @@ class Model(Described):
     weights: WeightSource | None = None
     adapter: Adapter | None = None
     stored_dtype: torch.dtype | None = None
+    source: str = ""
 
     def card(self) -> Card:
         """See `Described`."""
@@ -331,7 +333,7 @@ def load(
         found = family.open(folder, None if chosen == AUTO else chosen, target, **facts)
         if found is None:
             continue
-        found = replace(found, stored_dtype=_stored_dtype(found))
+        found = replace(found, stored_dtype=_stored_dtype(found), source=_source(name, folder))
         if found.weights is not None and not opened:
             read_all(weights_of(found.module, found.prefix), found.weights)
             found = replace(found, weights=found.weights.quantised())
@@ -340,6 +342,12 @@ def load(
         found = _adapted(found, folder)
         return found if "layer_importance" in facts else _calibrated(found, folder)
     raise CheckpointError(f"no family loads {folder}: {unsupported(folder / CONFIG, families().values())}")
+
+
+def _source(name: str | Path, folder: Path) -> str:
+    """A name that means the same everywhere, or else the folder."""
+    here = isinstance(name, Path) or not (is_id(name) or name in embedded())
+    return str(folder) if here else str(name)
 
 
 def tokenizer_of(given: Any) -> Tokenizer:
