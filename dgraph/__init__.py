@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from dgraph import moved
@@ -20,8 +21,7 @@ __version__ = "0.2.0"
 API_VERSION = 1
 """Version of the promise to packages outside: what works under a number works in every release that has it."""
 
-with open(f"{__file__.rpartition('.')[0]}.pyi", encoding="utf-8") as _file:
-    _STUB = ast.parse(_file.read())
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _HOMES = {
     alias.asname or alias.name: (str(node.module), alias.name)
     for node in _STUB.body

@@ -23,7 +23,9 @@ from dgraph.comparison.fault import Bisection as Bisection
 from dgraph.comparison.report import Comparison as Comparison
 from dgraph.compiler.compilation import Compilation as Compilation
 from dgraph.compiler.compilation import WarmUp as WarmUp
+from dgraph.compiler.exporting import Exported as Exported
 from dgraph.compiler.phases import rewrite as rewrite
+from dgraph.compiler.program_folder import SavedProgram as SavedProgram
 from dgraph.compiler.saving import Saved as Saved
 from dgraph.compiler.saving import save_quantised as save_quantised
 from dgraph.engine.build import EngineConfig as EngineConfig
@@ -38,6 +40,7 @@ from dgraph.families import Family as Family
 from dgraph.families import Model as Model
 from dgraph.ir.graph import Graph as Graph
 from dgraph.ir.pattern import Pattern as Pattern
+from dgraph.opening import open as open
 from dgraph.plans.calibration import Calibration as Calibration
 from dgraph.recipes import RECIPES as RECIPES
 from dgraph.recipes import Phase as Phase

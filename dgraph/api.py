@@ -15,6 +15,7 @@ from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
 from dgraph.compiler.compilation import Compilation
 from dgraph.compiler.compiled_model import CompiledModel as CompiledModel
 from dgraph.compiler.compiled_model import Result as Result
+from dgraph.compiler.program_folder import Origin
 from dgraph.errors import InputError, warn
 from dgraph.errors.former import former_names
 from dgraph.families import Model, embedded, resolve, tokenizer_of
@@ -199,7 +200,8 @@ def optimize(
     kernels.prepare()
     buckets = Buckets.default(graph.device) if how.buckets is None else Buckets.of(how.buckets)
     transitions = TraceCompiler(code_store, tell) if compiled and on_gpu else None
-    made = CompiledModel(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions)
+    origin = Origin(replace(how, buckets=buckets.to_json(), check=""), stored, store, tokenizer is not None)
+    made = CompiledModel(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions, origin)
     kernels.restore()
     if tuning is not None:
         tuning.agree()

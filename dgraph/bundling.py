@@ -121,7 +121,7 @@ def bundle(
         raise InputError("a bundle has the inputs of one rank, which does not run alone; use one device.")
     if step is not None and (type(step) is not int or step < 0):
         raise InputError(f"step must be the number of a step, from 0, got {step!r}.")
-    asked = optimized.asked(prompts, Decoding.of(decoding, settings), input_ids, canvas, max_batch)
+    asked = optimized.asked(prompts, optimized.decoding_of(decoding, settings), input_ids, canvas, max_batch)
     recorder, failed = Recorder(keep=True, last=step), None
     try:
         optimized.decode(asked, recorder)

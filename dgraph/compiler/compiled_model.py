@@ -1,24 +1,28 @@
-"""A model under a recipe, compiled: the result of `optimize`, and the results of its generation."""
+"""A model under a recipe, compiled: the result of `optimize`."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dgraph.bundles import Asked, Bundle, Recorder, bundle_of, folder, offer
 from dgraph.compiler.arguments import arguments_of, check_keywords
+from dgraph.compiler.exporting import Exported, export
 from dgraph.compiler.phases import graph_of_phase, rewrite, routed_blocks, scoring
+from dgraph.compiler.program_folder import Origin, SavedProgram, write_program
 from dgraph.compiler.prompts import Prompts, encode_prompts, is_single
+from dgraph.compiler.result import Result as Result
 from dgraph.engine.build import EngineConfig, build_engine
 from dgraph.engine.engine import Engine
 from dgraph.engine.memory.profile import profile
-from dgraph.errors import InputError, UnknownName
+from dgraph.errors import CacheError, InputError, UnknownName
 from dgraph.errors.former import former_names
 from dgraph.families import Model
 from dgraph.ir.graph import Graph
@@ -44,45 +48,14 @@ from dgraph.runtime.kv.store import page_size_for
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.loop.variants import ADJUSTED, LOGITS, variant_of
 from dgraph.runtime.policies import PolicyMix, statistics_of
-from dgraph.runtime.results import Generation, Progress, SequenceKV
+from dgraph.runtime.results import Generation, Progress
 from dgraph.runtime.sampling.adjustments import with_ids
 from dgraph.runtime.sampling.stops import says_stop, trim
-from dgraph.runtime.stats import GenerationStats, StepRecord
+from dgraph.runtime.stats import StepRecord
 from dgraph.settings import settings_of
-from dgraph.types.card import Card, Described, counted, quoted
+from dgraph.types.card import Card, Described, counted
 
 _DECODING = arguments_of(Decoding)
-_SHOWN = 3
-"""Responses that the description of a result has."""
-
-
-@dataclass(frozen=True, repr=False)
-class Result(Described):
-    """Result of `generate`.
-
-    Attributes:
-        texts: per prompt the response text; None without a tokenizer.
-        token_ids: per prompt the response ids, the stop token left out.
-        stats: counts and times; see `GenerationStats`.
-        kv: per prompt its keys and values, if `keep_kv` was set.
-    """
-
-    texts: list[str] | None
-    token_ids: list[list[int]]
-    stats: GenerationStats
-    kv: list[SequenceKV] | None = None
-
-    def card(self) -> Card:
-        """See `Described`."""
-        shown = map(quoted, self.texts) if self.texts is not None else (str(ids[:12])[:60] for ids in self.token_ids)
-        facts = [(f"{index}", text) for index, text in zip(range(_SHOWN), shown, strict=False)]
-        more = len(self.token_ids) - len(facts)
-        facts += [("...", f"{more:,} more")] if more > 0 else []
-        done = f"{self.stats.tokens_per_step:.2f} tokens per step, {self.stats.total:.2f} s"
-        title = f"Result of {counted(len(self.token_ids), 'prompt')}: {counted(self.stats.tokens, 'token')}, {done}"
-        return Card(title, (*facts, ("use", ".texts, .token_ids, .stats")))
-
-
 __getattr__ = former_names(__name__, {"Optimized": "CompiledModel"})
 
 
@@ -103,6 +76,8 @@ class CompiledModel(Described):
         programs: the lowered program of each phase.
         page_size: positions of a KV page.
         ranks: the group of ranks that holds the model; see `dgraph.ranks.groups`.
+        origin: how it was made, for `save`; None for a model that `optimize` did not make.
+        decoding: settings that `generate` takes where it is given none, or none of a name.
     """
 
     def __init__(
@@ -116,7 +91,10 @@ class CompiledModel(Described):
         tuning: Tuning | None = None,
         kernels: Kernels | None = None,
         transitions: TraceCompiler | None = None,
+        origin: Origin | None = None,
+        decoding: Decoding | None = None,
     ):
+        self.origin, self.decoding = origin, decoding or Decoding()
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
         self.phases = rewrite(captured, recipe)
         self.compiler, self.buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
@@ -153,7 +131,8 @@ class CompiledModel(Described):
         if self.recipe.logit_rows is None:
             raise InputError(f"recipe {self.recipe.name!r} has no bound on rows of logits; add the pass ChunkLMHead.")
         recipe, graphs = self.recipe.with_logit_rows(rows), self.graph_pool is not None
-        shared = self.compiler, self.buckets, graphs, self.tuning, self.kernels, self.transitions
+        programs = self.compiler, self.buckets, graphs, self.tuning, self.kernels, self.transitions
+        shared = *programs, self.origin, self.decoding
         return CompiledModel(self.model, self.captured, recipe, *shared)
 
     def _lower(self, graph: Graph, prompts: bool = False) -> LoweredProgram:
@@ -205,6 +184,44 @@ class CompiledModel(Described):
         """
         return graph_of_phase(self.phases, phase, after)
 
+    def export(self, path: str | Path, phase: str = "step") -> Exported:
+        """Write a phase as a torch.export.ExportedProgram, which torch and `dgraph.ops` alone can run.
+
+            opt.export("step.pt2")
+
+        Args:
+            path: of the file, which ends in .pt2; `dgraph.compiler.exporting` says how it is called.
+            phase: its name.
+
+        Raises:
+            UnknownName: no such phase.
+            InputError: another name, a file that cannot be written, or a model that is divided over ranks.
+            LoweringError: torch.export refuses the program.
+        """
+        return export(self.graph(phase), path, phase, {"model": self.model.name, "recipe": self.recipe.to_json()})
+
+    def save(self, folder: str | Path, decoding: Decoding | None = None, weights: bool = False) -> SavedProgram:
+        """Write the program with all that was compiled for it; `dgraph.open` starts it on a machine of the same kind.
+
+            opt.save("program")
+
+        Args:
+            folder: to write, which does not exist.
+            decoding: settings that `generate` takes there where it is given none; None: those of this model.
+            weights: put the checkpoint into the folder; else it is read again from where it was.
+
+        Raises:
+            InputError: the folder exists or cannot be written; a model that was given as an object, is divided over
+                ranks, or was compiled without a store of artifacts.
+            CacheError: artifacts of the program are in no store.
+        """
+        if self.origin is None or self.captured.sharding is not None:
+            raise InputError("only a whole model that dgraph.optimize compiled can be saved.")
+        if self.compiler.unstored:
+            raise CacheError(f"{counted(len(self.compiler.unstored), 'region')} of this program cannot be stored.")
+        device = self.captured.device
+        return write_program(folder, self.model, device, self.recipe, decoding or self.decoding, self.origin, weights)
+
     def generate(
         self,
         prompts: Prompts | None = None,
@@ -227,7 +244,7 @@ class CompiledModel(Described):
         Args:
             prompts: one text or several, framed by the model's chat template. Or a conversation, a list of messages
                 {"role": ..., "content": ...}; or a list of conversations.
-            decoding: settings of decoding; see `Decoding`.
+            decoding: settings of decoding; see `Decoding`. None: those of the model (`self.decoding`).
             input_ids: instead of texts, ids per prompt, used as they are (i64[b, t] or a list of lists).
             canvas: for one text, the beginning of its response as far as it is fixed (infilling): ids, and None for
                 free positions. All positions after it are free. For several prompts, or for ids, such a list for each,
@@ -246,7 +263,7 @@ class CompiledModel(Described):
             InputError: a prompt or setting that cannot be used; nothing has run then.
         """
         check_keywords("setting of Decoding", settings, _DECODING, arguments_of(CompiledModel.generate))
-        asked = self.asked(prompts, Decoding.of(decoding, settings), input_ids, canvas, max_batch)
+        asked = self.asked(prompts, self.decoding_of(decoding, settings), input_ids, canvas, max_batch)
         recorder = Recorder(keep=folder() is not None)
         try:
             generation = self.decode(asked, recorder, keep_kv=keep_kv, observer=observer, progress=progress)
@@ -261,6 +278,10 @@ class CompiledModel(Described):
         kept = chosen.include_stop_str_in_output
         cut = [trim(tokenizer, ids, chosen.stop, chosen.min_tokens, kept) for ids in generation.token_ids]
         return Result([c.text for c in cut], [c.token_ids for c in cut], generation.stats, generation.kv)
+
+    def decoding_of(self, given: Decoding | None, settings: Mapping[str, Any]) -> Decoding:
+        """The decoding that `generate` is asked for: the one given, or the model's own with other settings."""
+        return self.decoding.changed(settings) if given is None else Decoding.of(given, settings)
 
     def asked(
         self,

@@ -35,6 +35,7 @@ __all__ = [
     "held",
     "let_written_be_left_out",
     "new_symbol",
+    "sizes_from_zero",
     "symmetric",
     "tracing",
     "typing",
@@ -50,6 +51,19 @@ def held(tensors: list[Tensor]) -> list[Tensor]:
     (alone,) = (sys.getrefcount(each) for each in [object()])
     counts = ((tensor._use_count(), sys.getrefcount(tensor)) for tensor in tensors)  # type: ignore[attr-defined]
     return [tensor for tensor, count in zip(tensors, [*counts], strict=True) if count > (1, alone)]
+
+
+@contextlib.contextmanager
+def sizes_from_zero() -> Iterator[None]:
+    """Context in which torch.export takes no size to be at least two.
+
+    Else a program with a size `b+1` has a guard that refuses one sequence, whatever its `Dim` says. Nothing public
+    turns that off. Checked on 2.11 and 2.13.
+    """
+    from torch.fx.experimental import _config
+
+    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield
 
 
 def let_written_be_left_out(custom: Any) -> None:
