@@ -36,6 +36,7 @@ COMMANDS = {
     "bundle": "bundle:bundle",
     "replay": "bundle:replay",
     "compile": "compile:compile_",
+    "export": "export:export",
     "calibrate": "calibrate:calibrate",
     "quantize": "quantize:quantize",
     "profile": "profile:profile",

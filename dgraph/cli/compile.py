@@ -35,6 +35,16 @@ def compile_(
         int | None,
         typer.Option(help="Positions per sequence, with --batch.", show_default="the model's longest"),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Write the program to a folder, for `dgraph generate FOLDER`.", show_default=False
+        ),
+    ] = None,
+    with_weights: Annotated[
+        bool, typer.Option("--with-weights", help="Put the checkpoint into the folder of --to.")
+    ] = False,
+    backend: Annotated[str, typer.Option(help="inductor, or eager to run op by op.")] = "inductor",
     cache: Folder = None,
     check: given.Check = "",
     json: given.Json = False,
@@ -43,6 +53,7 @@ def compile_(
 
     \b
     dgraph compile tiny_sdar -r focus
+    dgraph compile tiny_sdar -r focus --to program --with-weights
     dgraph compile ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 --dtype bfloat16 --device cuda --batch 64
     """
     import dgraph
@@ -50,6 +61,8 @@ def compile_(
 
     if batch is None and tokens is not None:
         raise InputError("--tokens is the length of the sequences of --batch; give that too, or leave it out.")
+    if with_weights and to is None:
+        raise InputError("--with-weights puts the weights into the folder of --to; give that, or leave it out.")
     facts = given.facts(fact, calibration)
     options, rows, store = given.recipe_options(recipe, option, kv_dtype), given.bucket_list(buckets), open_cache(cache)
     start = time.perf_counter()
@@ -57,6 +70,7 @@ def compile_(
         made = dgraph.optimize(
             model,
             recipe,
+            backend=backend,
             buckets=rows,
             check=check,
             dtype=given.torch_dtype(dtype),
@@ -73,13 +87,20 @@ def compile_(
     if compiler.unstored:
         count = len(compiler.compiled) + len(compiler.loaded)
         raise CacheError(f"{len(compiler.unstored)} of {count} regions could not be stored in {store.root}.")
+    saved = None if to is None else made.save(to, weights=with_weights)
     timed = len(made.tuning.timed) if made.tuning is not None else 0
     kernels = len(made.kernels.compiled)
     counts = {"compiled": len(compiler.compiled), "present": len(compiler.loaded), "timed": timed, "kernels": kernels}
     found = {**counts, "seconds": seconds}
     if json:
-        print_json({"model": made.model.name, "recipe": made.recipe.to_json(), **found, "cache": str(store.root)})
+        folder = (
+            {} if saved is None else {"folder": str(saved.folder), "artifacts": saved.artifacts, "size": saved.size}
+        )
+        made_of = {"model": made.model.name, "recipe": made.recipe.to_json()}
+        print_json({**made_of, **found, "cache": str(store.root), **folder})
     else:
         there = f"{len(compiler.compiled)} regions compiled, {len(compiler.loaded)} already in the cache"
         tilings = f", tilings timed for {timed} shapes, {kernels} kernels compiled" if batch is not None else ""
         print_text(f"{made.model.name} under {recipe}: {there}{tilings} ({seconds:.1f} s)")
+        if saved is not None:
+            print_text(str(saved))

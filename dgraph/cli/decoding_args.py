@@ -54,8 +54,12 @@ Backend = Annotated[str, typer.Option(help="inductor, or eager to run op by op."
 Cache = Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")]
 
 
-def decoding_of(given: Mapping[str, Any]) -> Decoding:
+def decoding_of(given: Mapping[str, Any], usual: Decoding | None = None) -> Decoding:
     """The settings of decoding among the values of a command.
+
+    Args:
+        given: values by name.
+        usual: settings that hold where none is given; None for those of `Decoding`.
 
     Raises:
         UnknownName, InputError: as `Decoding`.
@@ -64,8 +68,11 @@ def decoding_of(given: Mapping[str, Any]) -> Decoding:
 
     from dgraph.runtime.decoding import Decoding
 
-    found = {field.name: given[field.name] for field in fields(Decoding) if field.name in given}
-    return Decoding(**{**found, "stop": found.get("stop") or (), "constraint": _constraint_of(given)})
+    found = {field.name: given[field.name] for field in fields(Decoding) if given.get(field.name) is not None}
+    constraint = _constraint_of(given)
+    if constraint is not None:
+        found["constraint"] = constraint
+    return (usual or Decoding()).changed(found)
 
 
 def _constraint_of(given: Mapping[str, Any]) -> Constraint | None:
@@ -85,6 +92,12 @@ def _constraint_of(given: Mapping[str, Any]) -> Constraint | None:
     return Constraint.json_schema(text)
 
 
+def said(context: typer.Context) -> dict[str, Any]:
+    """Values of the parameters that stand on the command line, by name."""
+    sources = ((name, context.get_parameter_source(name)) for name in context.params)
+    return {name: context.params[name] for name, from_ in sources if from_ is not None and from_.name == "COMMANDLINE"}
+
+
 def command_line(context: typer.Context, name: str, *more: str) -> str:
     """The command line of another command with the options that were given to this one, as far as it has them.
 
@@ -95,13 +108,12 @@ def command_line(context: typer.Context, name: str, *more: str) -> str:
     """
     from dgraph.cli.app import Imported
 
-    known = {param.name for param in Imported()[name].params}
+    known, there = {param.name for param in Imported()[name].params}, said(context)
     words = ["dgraph", name]
     for param in context.command.params:
-        source = context.get_parameter_source(param.name or "")
-        if param.name not in known or source is None or source.name != "COMMANDLINE":
+        if param.name not in known or param.name not in there:
             continue
-        value = context.params[str(param.name)]
+        value = there[param.name]
         for one in value if isinstance(value, (list, tuple)) else [value]:
             if param.param_type_name == "argument":
                 words.append(str(one))

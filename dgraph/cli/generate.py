@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
+from dgraph.cli import program_args
 from dgraph.cli.generate_data import generate_data, help_generate
 from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
 from dgraph.cli.ranks import leads, ranks
@@ -84,6 +86,7 @@ def generate(
     fact: given.Facts = None,
     calibration: given.Calibration = None,
     cache: args.Cache = True,
+    trust: program_args.Trust = False,
     json: given.Json = False,
     html: Annotated[
         str | None,
@@ -99,11 +102,13 @@ def generate(
     dgraph generate ./SDAR-8B-Chat-b32 --device cuda --tp 2 -p "Why is the sky blue?"
     dgraph generate ./SDAR-8B-Chat-b32 --device cuda --weights fp8 -p "Why is the sky blue?"
     dgraph generate tiny_sdar --data in.jsonl --out out.jsonl
+    dgraph generate ./program --trust -p "Sort these words: river stone cloud maple"
     """
     import dgraph
     from dgraph import parallel
     from dgraph.blueprint import Blueprint
     from dgraph.bundles import commanded
+    from dgraph.compiler.program_folder import is_program
     from dgraph.recipes import RECIPES, build
     from dgraph.viewer import page_of
 
@@ -112,6 +117,8 @@ def generate(
         given.facts(fact, calibration),
         given.bucket_list(buckets),
     )
+    program = is_program(model)
+    program_args.check(context, program)
     decoding = args.decoding_of(context.params)
     if not ray and replicas > 1:
         raise InputError("--replicas says how many actors --ray has; add --ray, or leave it out.")
@@ -143,22 +150,27 @@ def generate(
     if html is not None:
         check_page(html)
     with ranks(tp, device) as mesh, status("loading") as tell:
-        opened = mesh is not None or weights is not None
-        found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), opened, **facts)
-        build(RECIPES, recipe, found.spec, options)
-        check_prompts(found, prompts, decoding, max_batch)
-        optimized = dgraph.optimize(
-            found,
-            recipe,
-            backend=backend,
-            buckets=rows,
-            artifacts=cache,
-            check=check,
-            progress=tell,
-            mesh=mesh,
-            weights=weights,
-            **options,
-        )
+        if program:
+            optimized = dgraph.open(model, trust=trust, artifacts=cache, progress=tell)
+            found, decoding = optimized.model, args.decoding_of(args.said(context), optimized.decoding)
+            check_prompts(found, prompts, decoding, max_batch)
+        else:
+            opened = mesh is not None or weights is not None
+            found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), opened, **facts)
+            build(RECIPES, recipe, found.spec, options)
+            check_prompts(found, prompts, decoding, max_batch)
+            optimized = dgraph.optimize(
+                found,
+                recipe,
+                backend=backend,
+                buckets=rows,
+                artifacts=cache,
+                check=check,
+                progress=tell,
+                mesh=mesh,
+                weights=weights,
+                **options,
+            )
 
         def count(progress: Progress) -> None:
             tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
@@ -167,7 +179,7 @@ def generate(
             return args.command_line(context, "bundle", "--step", str(step), "--out", "bundle.zip")
 
         if html is None:
-            with commanded(bundled):
+            with nullcontext() if program else commanded(bundled):
                 result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
             texts, token_ids, counts = result.texts or [], result.token_ids, result.stats.to_json()
         else:
