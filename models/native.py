@@ -137,6 +137,11 @@ UNSAID: Mapping[str, Any] = {
 }
 """Facts of a model about which neither its config nor its family says anything."""
 
+_ASKED: Mapping[str, tuple[str, str, object]] = {
+    "block_length": ("block length", "block_size", 4),
+    "attention": ("attention", "attention", "bidirectional"),
+}
+"""Facts that may be None in those of a family: its name in a message, the key that may say it, and an example."""
 
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("mask_token_id", "pad_token_id", "image_token_id", "block_size", "block_length"), int),
@@ -194,12 +199,13 @@ def native_spec(
     assumed = {name: value for name, value in {**UNSAID, **(published or {})}.items() if name not in known}
     if "eos_ids" in assumed:
         assumed["eos_ids"] = _ends(assumed["eos_ids"], config.vocab_size) or ()
-    if "block_length" in assumed and assumed["block_length"] is None:
-        raise InputError(
-            f"{family}: the block length is said neither by block_size in config.json nor by the checkpoint's name, "
-            f"and published checkpoints differ in it. Give the one that the model was trained for, e.g. "
-            f"{given_as('block_length', 4)}."
-        )
+    for name, (what, key, example) in _ASKED.items():
+        if name in assumed and assumed[name] is None:
+            raise InputError(
+                f"{family}: the {what} is said neither by {key} in config.json nor by the checkpoint's name, and "
+                f"published checkpoints differ in it. Give the one that the model was trained for, e.g. "
+                f"{given_as(name, example)}."
+            )
     values = {"family": family, "dtype": dtype, **assumed, **known}
     spec = ModelSpec(**values)
     # A bidirectional model was trained for no length of a block: there it is a setting of the decoding.

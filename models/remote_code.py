@@ -6,6 +6,7 @@ tensors. A model object that such code made is adopted the same way, its tensors
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,13 +42,14 @@ class RemoteCodeFamily:
         name, summary: of the family.
         remote: the class of its own code, as config.json's `architectures` and model objects name it.
         native: the class of transformers that computes the same, e.g. "LlamaForCausalLM".
-        facts: fields of `ModelSpec` of the published checkpoints; they hold where a config is silent. A block length of
-            None: checkpoints differ in it, so the caller is asked.
+        facts: fields of `ModelSpec` of the published checkpoints; they hold where a config is silent. A block length or
+            an attention of None: checkpoints differ in it, so the caller is asked.
         translate: its config (and its folder's path, "" for a model object) to one in the native class's keys;
             raises CheckpointError, with the key's name, for a value that the native class cannot represent.
         stored: a native parameter's name to its own.
         tiny: keys of the native class's config in which a tiny model of the family differs from others'.
         hints: see `dgraph.families.Model`.
+        alike: see `dgraph.families.Family`.
     """
 
     name: str
@@ -59,6 +61,7 @@ class RemoteCodeFamily:
     stored: Callable[[str], str] = str
     tiny: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, str] = field(default_factory=dict)
+    alike: str = ""
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -127,6 +130,53 @@ class RemoteCodeFamily:
                 return self.translate(config, folder)
             except CheckpointError as error:
                 raise CheckpointError(f"{source}: {error}") from None
+
+
+@dataclass(frozen=True, eq=False)
+class Variants:
+    """One family of several native classes, which are trained and published alike.
+
+    Attributes:
+        name, summary, alike: of the family; see `RemoteCodeFamily`.
+        kinds: one for each native class, under the family's name.
+    """
+
+    name: str
+    summary: str
+    kinds: tuple[RemoteCodeFamily, ...]
+    alike: str = ""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """See `Family.architectures`."""
+        return tuple(name for kind in self.kinds for name in kind.architectures)
+
+    def adopt(self, model: Any, **facts: Any) -> Model | None:
+        """See `Family.adopt`."""
+        return next(filter(None, (kind.adopt(model, **facts) for kind in self.kinds)), None)
+
+    def random(self, seed: int = 0) -> Model:
+        """See `Family.random`: one of the first kind."""
+        return self.kinds[0].random(seed)
+
+    def open(self, folder: Path, dtype: torch.dtype | None, device: torch.device, **facts: Any) -> Model | None:
+        """See `Family.open`."""
+        return next(filter(None, (kind.open(folder, dtype, device, **facts) for kind in self.kinds)), None)
+
+
+def named(config: Mapping[str, Any], folder: str, pattern: str) -> re.Match[str] | None:
+    """The nearest match of a pattern in a part of a checkpoint's path; facts that no key has stand in its name.
+
+    The name may stand anywhere in the path: a hub's cache has it above the folder. The path that an object was loaded
+    from (`_name_or_path`) serves, too. Case is passed over.
+
+    Args:
+        config: config of the checkpoint.
+        folder: its path; "" for a model object.
+        pattern: pattern to search for.
+    """
+    places = re.split(r"[/\\]", f"{config.get('_name_or_path') or ''}/{folder}")
+    return next(filter(None, (re.search(pattern, place, re.IGNORECASE) for place in reversed(places))), None)
 
 
 def section(config: Mapping[str, Any], key: str) -> dict[str, Any]:

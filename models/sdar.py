@@ -1,4 +1,4 @@
-"""SDAR: block diffusion over Qwen3 (JetLM/SDAR-*-Chat-b{16,32,64}).
+"""SDAR: block diffusion over Qwen3 (JetLM/SDAR-*-Chat-b{16,32,64}), and what was trained from it (TraDo, MBD-SDAR).
 
 SDAR's parameters carry Qwen3's names and shapes. The published checkpoints were trained for blocks of 4, or of N where
 their name ends in -bN; no config key says so, nor does their config name the mask token.
@@ -6,10 +6,10 @@ their name ends in -bN; no config key says so, nor does their config name the ma
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from dgraph.models.remote_code import RemoteCodeFamily
+from dgraph.errors import CheckpointError
+from dgraph.models.remote_code import RemoteCodeFamily, named
 
 FACTS: dict[str, Any] = {
     "mask_id": 151669,
@@ -24,13 +24,16 @@ FACTS: dict[str, Any] = {
 def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
     """The config with the block length that the checkpoint's name says.
 
-    The name may stand anywhere in the checkpoint's path: a hub's cache has it above the folder. The path that an object
-    was loaded from serves, too.
+    Raises:
+        CheckpointError: a model of the same class that is strictly causal (I-DLM).
     """
+    if config.get("use_regular_causal"):
+        raise CheckpointError(
+            "use_regular_causal is true: this is an I-DLM (arXiv 2604.11035), in which masks see only what comes "
+            "before them, and rows predict the next position. dgraph has no strictly causal blocks; load an SDAR."
+        )
     if config.get("block_size") is None and config.get("block_length") is None:
-        places = re.split(r"[/\\]", f"{config.get('_name_or_path') or ''}/{folder}")
-        names = (re.search(r"sdar.*-b(\d+)(?![0-9a-z])", place, re.IGNORECASE) for place in reversed(places))
-        if found := next(filter(None, names), None):
+        if found := named(config, folder, r"sdar.*-b(\d+)(?![0-9a-z])"):
             return {**config, "block_size": int(found.group(1))}
     return config
 

@@ -156,6 +156,9 @@ class Family(Protocol):
 
     It may also have `architectures: tuple[str, ...]`, the classes that config.json names of what it opens: messages
     list them.
+
+    It may also have `alike: str`, the name of a family whose graphs its own are, up to facts that decode loops read:
+    `dgraph.testing.models` leaves it out by default, since what is checked on one is checked on both.
     """
 
     name: str

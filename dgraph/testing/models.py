@@ -105,7 +105,8 @@ def models(attention: str | None = None, *names: str, seed: int = 0) -> list[Tin
 
     Args:
         attention: "block_causal" or "bidirectional" for models of that kind alone; None for both.
-        names: only these families; by default all that have a mask token, which most methods and rules need.
+        names: only these families. By default all that have a mask token, which most methods and rules need, and
+            graphs of their own (`Family.alike`).
         seed: seed of the weights.
 
     Raises:
@@ -114,7 +115,8 @@ def models(attention: str | None = None, *names: str, seed: int = 0) -> list[Tin
     for name in names:
         if name not in families():
             raise UnknownName("family", name, families())
-    found = [_tiny(name, seed) for name in sorted(names or families())]
+    own = [name for name, family in families().items() if not getattr(family, "alike", "")]
+    found = [_tiny(name, seed) for name in sorted(names or own)]
     asked = (tiny for tiny in found if names or tiny.model.spec.noise == "mask")
     return [tiny for tiny in asked if attention in (None, tiny.model.spec.attention)]
 
