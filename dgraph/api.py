@@ -45,6 +45,7 @@ def load(
     opened: bool = False,
     *,
     tokenizer: Any = None,
+    adapter: str | Path | None = None,
     **facts: Any,
 ) -> Model:
     """Load an embedded model by name or a checkpoint folder by path.
@@ -58,6 +59,7 @@ def load(
         device: device of the weights; None for the CPU.
         opened: leave the weights where they are stored, for `optimize(mesh=)` and `optimize(weights=)` to read.
         tokenizer: instead of the folder's own; see `optimize`.
+        adapter: the folder of a low-rank adapter in PEFT's format; see `optimize`.
         facts: fields of `ModelSpec` that hold instead of what the folder says, e.g. `block_length=`.
 
     Warns of weights that a CPU gets as float32, and the folder has in another dtype, if `dtype` does not say so.
@@ -68,16 +70,17 @@ def load(
         InputError: a fact is missing, which can be given, or out of range; a device that is not there.
     """
     check_keywords("fact", facts, FACTS, arguments_of(load))
-    return _with_tokenizer(_resolved(name, dtype, device, opened, facts), tokenizer)
+    return _with_tokenizer(_resolved(name, dtype, device, opened, adapter, facts), tokenizer)
 
 
-def adopt(model: Any, *, tokenizer: Any = None, **facts: Any) -> Model:
+def adopt(model: Any, *, tokenizer: Any = None, adapter: str | Path | None = None, **facts: Any) -> Model:
     """Adopt a model object of a known family without copying its tensors.
 
     Args:
         model: a native transformers Llama, Qwen2, Qwen3 or Qwen3-MoE, or a remote-code LLaDA, Dream, SDAR, SDAR-MoE or
             LLaDA2.
         tokenizer: its tokenizer, without which it reads and writes ids alone; see `optimize`.
+        adapter: the folder of a low-rank adapter; see `optimize`. Tensors that it is added to are copied.
         facts: fields of `ModelSpec` that the object's config does not know, e.g. `mask_id=`.
 
     Raises:
@@ -86,7 +89,7 @@ def adopt(model: Any, *, tokenizer: Any = None, **facts: Any) -> Model:
         InputError: a fact is missing (a model without a mask token) or out of range.
     """
     check_keywords("fact", facts, FACTS, arguments_of(adopt))
-    return _with_tokenizer(resolve(model, **facts), tokenizer)
+    return _with_tokenizer(resolve(model, low_rank=adapter, **facts), tokenizer)
 
 
 def capture(model: Any, **facts: Any) -> Graph:
@@ -126,6 +129,7 @@ def optimize(
     dtype: DtypeLike = None,
     device: str | torch.device | None = None,
     tokenizer: Any = None,
+    adapter: str | Path | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] | None = None,
     mesh: DeviceMesh | None = None,
@@ -146,6 +150,8 @@ def optimize(
         tokenizer: reads and writes texts instead of the folder's own. A folder with tokenizer files, or a tokenizer
             object of transformers, whose chat template is applied. Or an object with `encode` and `decode`
             (`dgraph.families.Tokenizer`); with `encode_chat` it reads conversations.
+        adapter: the folder of a low-rank adapter in PEFT's format, in the model's folder or anywhere. It is added to
+            the weights before they are divided or quantised. A model that verifies its drafts drafts by it instead.
         facts: fields of the spec that hold instead of what the model says, e.g. {"mask_id": 5}.
         progress: called with what is being done, for display.
         mesh: ranks over which the model is divided, see `dgraph.parallel`; each calls this alike, and then `generate`.
@@ -182,7 +188,7 @@ def optimize(
     tell("loading")
     stored = quantising(weights)
     check_keywords("fact", facts or {}, FACTS, arguments_of(load))
-    found = _resolved(model, dtype, device, mesh is not None or stored is not None, facts or {})
+    found = _resolved(model, dtype, device, mesh is not None or stored is not None, adapter, facts or {})
     found = _with_tokenizer(found, tokenizer)
     chosen = build(RECIPES, recipe, found.spec, options)
     tell("capturing")
@@ -222,10 +228,15 @@ def arguments() -> frozenset[str]:
 
 
 def _resolved(
-    model: Any, dtype: DtypeLike, device: str | torch.device | None, opened: bool, facts: Mapping[str, Any]
+    model: Any,
+    dtype: DtypeLike,
+    device: str | torch.device | None,
+    opened: bool,
+    adapter: str | Path | None,
+    facts: Mapping[str, Any],
 ) -> Model:
     """`resolve`, which warns where weights of a folder get another dtype than they have, and the caller named none."""
-    found = resolve(model, dtype, device, opened=opened, **facts)
+    found = resolve(model, dtype, device, opened=opened, low_rank=adapter, **facts)
     named = isinstance(model, (str, Path)) and str(model) not in embedded()
     if named and dtype is None and found.stored_dtype not in (None, found.spec.dtype):
         warn(

@@ -37,6 +37,7 @@ class Blueprint:
         name: the model's name for clients; default its own name. With several recipes, an engine's is NAME:RECIPE.
         dtype, device: of the weights, and where they go; see `dgraph.load`.
         weights: the format in which they are stored, see `dgraph.optimize`.
+        adapter: the folder of a low-rank adapter, see `dgraph.optimize`.
         facts: facts that override the model's own.
         compilation: see `Compilation`.
         engine: see `EngineConfig`.
@@ -56,6 +57,7 @@ class Blueprint:
     dtype: DtypeLike = None
     device: str | torch.device | None = None
     weights: Weights = None
+    adapter: str | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     compilation: Compilation = field(default_factory=Compilation)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -106,7 +108,7 @@ class Blueprint:
         tell("loading")
         stored = quantising(self.weights)
         opened = mesh is not None or stored is not None
-        found = load(self.model, self.dtype, self.device, opened, **self.facts)
+        found = load(self.model, self.dtype, self.device, opened, adapter=self.adapter, **self.facts)
         title = self.name or found.name
         engines = {}
         for recipe in self.recipes:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import dgraph.ops  # noqa: F401  (registers dgraph::attention)
 from dgraph.errors import CaptureError, CheckpointError, InputError, warn
 from dgraph.families import ChatTokenizer, Model
+from dgraph.families.adapters import LowRank
 from dgraph.models.objects import architectures_of
 from dgraph.models.rotation import check_rotation
 from dgraph.spec import ModelSpec, given_as
@@ -260,6 +261,12 @@ class NativeFamily:
         from dgraph.models.foreign_tokenizer import tokenizer_from
 
         return tokenizer_from(given)
+
+    def read_products(self, folder: Path, weights: Mapping[str, Tensor]) -> dict[str, LowRank]:
+        """See `Family`."""
+        from dgraph.models.adapters import read_products
+
+        return read_products(folder, weights)
 
     def random(self, seed: int = 0) -> Model:
         """See `Family.random`."""

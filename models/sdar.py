@@ -32,10 +32,9 @@ def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
             "use_regular_causal is true: this is an I-DLM (arXiv 2604.11035), in which masks see only what comes "
             "before them, and rows predict the next position. dgraph has no strictly causal blocks; load an SDAR."
         )
-    if config.get("block_size") is None and config.get("block_length") is None:
-        if found := named(config, folder, r"sdar.*-b(\d+)(?![0-9a-z])"):
-            return {**config, "block_size": int(found.group(1))}
-    return config
+    said = config.get("block_size") is not None or config.get("block_length") is not None
+    found = None if said else named(config, folder, r"sdar.*-b(\d+)(?![0-9a-z])")
+    return config if found is None else {**config, "block_size": int(found.group(1))}
 
 
 family = RemoteCodeFamily(

@@ -82,6 +82,7 @@ def generate(
     check: given.Check = "",
     dtype: given.Dtype = None,
     weights: given.Weights = None,
+    adapter: given.Adapter = None,
     device: given.Device = None,
     fact: given.Facts = None,
     calibration: given.Calibration = None,
@@ -136,6 +137,7 @@ def generate(
             dtype=given.torch_dtype(dtype),
             device=device if ray else given.torch_device(device),
             weights=weights,
+            adapter=adapter,
             facts=facts,
             compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache, check=check),
             engine=dgraph.EngineConfig(max_sequences=max_batch, block_length=block_length, decoding=decoding),
@@ -156,7 +158,9 @@ def generate(
             check_prompts(found, prompts, decoding, max_batch)
         else:
             opened = mesh is not None or weights is not None
-            found = dgraph.load(model, given.torch_dtype(dtype), given.torch_device(device), opened, **facts)
+            found = dgraph.load(
+                model, given.torch_dtype(dtype), given.torch_device(device), opened, adapter=adapter, **facts
+            )
             build(RECIPES, recipe, found.spec, options)
             check_prompts(found, prompts, decoding, max_batch)
             optimized = dgraph.optimize(

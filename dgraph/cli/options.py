@@ -86,6 +86,15 @@ Weights = Annotated[
         show_default="as they are",
     ),
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="A low-rank adapter in PEFT's format, added to the weights before they are divided or quantised; a model "
+        "that verifies its drafts drafts by it instead.",
+        show_default="none",
+    ),
+]
 KvDtype = Annotated[
     str | None,
     typer.Option(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dgraph.families.family import CONFIG as CONFIG
 from dgraph.families.family import DIFFERENCE as DIFFERENCE
 from dgraph.families.family import GROUP as GROUP
 from dgraph.families.family import ChatTokenizer as ChatTokenizer
@@ -15,7 +14,8 @@ from dgraph.families.family import check_text as check_text
 from dgraph.families.family import embedded as embedded
 from dgraph.families.family import encode_part as encode_part
 from dgraph.families.family import families as families
-from dgraph.families.family import folder_of as folder_of
-from dgraph.families.family import load as load
-from dgraph.families.family import resolve as resolve
-from dgraph.families.family import tokenizer_of as tokenizer_of
+from dgraph.families.hub import CONFIG as CONFIG
+from dgraph.families.loading import folder_of as folder_of
+from dgraph.families.loading import load as load
+from dgraph.families.loading import resolve as resolve
+from dgraph.families.loading import tokenizer_of as tokenizer_of

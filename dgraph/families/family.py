@@ -28,25 +28,21 @@ For a model that no class of transformers computes, write the two methods of `Fa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from dgraph.errors import CaptureError, CheckpointError, InputError, PluginError, UnknownName, warn
+from dgraph.errors import PluginError, warn
 from dgraph.families.adapters import Adapter
-from dgraph.families.architectures import unsupported
-from dgraph.families.hub import CONFIG, folder_of_id, is_id
-from dgraph.families.weights import WeightSource, read_all, weights_of
-from dgraph.plans.calibration import FILE, apply_calibration
+from dgraph.families.weights import WeightSource
 from dgraph.plugins import entry_points, refusal
 from dgraph.plugins import load as load_entry
-from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
-from dgraph.spec import FACTS, ModelSpec
+from dgraph.settings import dtype_name
+from dgraph.spec import ModelSpec
 from dgraph.types.card import Card, Described, counted
 from dgraph.types.texts import check_text as check_text
 
@@ -157,6 +153,10 @@ class Family(Protocol):
     It may also have `architectures: tuple[str, ...]`, the classes that config.json names of what it opens: messages
     list them.
 
+    It may also have `stored(name) -> str`, the checkpoint's own name of a weight that has this one in a graph; without
+    it both are the same. And `read_products(folder, weights) -> dict[str, LowRank]`, which reads the folder of a
+    low-rank adapter of any family; see `dgraph.families.adapters`.
+
     It may also have `alike: str`, the name of a family whose graphs its own are, up to facts that decode loops read:
     `dgraph.testing.models` leaves it out by default, since what is checked on one is checked on both.
     """
@@ -260,209 +260,3 @@ def families() -> dict[str, Family]:
 def embedded() -> dict[str, Embedded]:
     """Every embedded model by name."""
     return {name: e for name, e in _entries().items() if isinstance(e, Embedded)}
-
-
-def resolve(
-    model: Any,
-    dtype: DtypeLike = None,
-    device: str | torch.device | None = None,
-    *,
-    opened: bool = False,
-    **facts: Any,
-) -> Model:
-    """Return the `Model` that a name, a folder or an object stands for.
-
-    Args:
-        model: the name of an embedded model, a checkpoint folder or an id of a checkpoint (see `dgraph.families.hub`).
-            Or a model object of a known family, or a `Model`.
-        dtype: of the loaded weights, as a torch.dtype or by name ("float32", "bfloat16", "float16"; "bf16" and the
-            like). "auto" is the checkpoint's own. None is float32 on a CPU, and the checkpoint's own on a GPU. An
-            object keeps its dtype, so another one is refused for it.
-        device: where to load; None for "cpu". An object stays where it is, so another one is refused for it.
-        opened: leave the weights of a name or folder where they are stored; see `Family.open`.
-        facts: fields of the spec (`dgraph.spec.FACTS`) that hold instead of what the model says.
-
-    Raises:
-        UnknownName: a name that is neither an embedded model nor a folder, or a fact that no caller can give.
-        InputError: a fact that is missing or out of range, or a device that is not there. A dtype or device that an
-            object does not have. A `Model` whose weights were not read, unless `opened`.
-        CheckpointError: a folder that no family loads, or that is damaged.
-        CaptureError: an object that no family adopts.
-    """
-    for name in facts:
-        if name not in FACTS:
-            raise UnknownName("fact", name, FACTS)
-    if isinstance(model, Model):
-        if model.weights is not None and not model.weights.all_quantised and not opened:
-            raise InputError(
-                f"the weights of {model.name} were left where they are stored (opened=True). They are read where a "
-                f"model is divided over ranks or its weights are quantised: give mesh or weights to dgraph.optimize, "
-                f"or load it without."
-            )
-        found = replace(model, spec=replace(model.spec, **facts)) if facts else model
-        return _as_it_is(_adapted(found) if "adapter" in facts else found, dtype, device)
-    if isinstance(model, (str, Path)):
-        return load(model, dtype, device, opened=opened, **facts)
-    for family in families().values():
-        adopted = family.adopt(model, **facts)
-        if adopted is not None:
-            return _as_it_is(_adapted(adopted), dtype, device)
-    kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    raise CaptureError(
-        f"no family adopts {kind}; known: {', '.join(families())}. Wrap a module with forward(input_ids, position_ids) "
-        f"-> logits in dgraph.Model(name, module, spec), or register a family in the entry-point group {GROUP!r}."
-    )
-
-
-def load(
-    name: str | Path,
-    dtype: DtypeLike = None,
-    device: str | torch.device | None = None,
-    *,
-    opened: bool = False,
-    **facts: Any,
-) -> Model:
-    """Load an embedded model by name or a checkpoint folder by path; see `resolve`.
-
-    Warns of a calibration in the folder that cannot be used, and goes on without.
-    """
-    chosen, target = torch_dtype(dtype), torch_device(device) or torch.device("cpu")
-    folder = folder_of(name)
-    if isinstance(chosen, torch.dtype) and not chosen.is_floating_point:
-        raise CheckpointError(f"cannot load {name} as {chosen}; weights must be float32, bfloat16 or float16.")
-    if chosen is None and target.type == "cpu":
-        chosen = torch.float32
-    for family in families().values():
-        found = family.open(folder, None if chosen == AUTO else chosen, target, **facts)
-        if found is None:
-            continue
-        found = replace(found, stored_dtype=_stored_dtype(found), source=_source(name, folder))
-        if found.weights is not None and not opened:
-            read_all(weights_of(found.module, found.prefix), found.weights)
-            found = replace(found, weights=found.weights.quantised())
-        if isinstance(name, str) and is_id(name):
-            found = replace(found, name=name.rpartition("/")[2])  # the folder's is that of a revision
-        found = _adapted(found, folder)
-        return found if "layer_importance" in facts else _calibrated(found, folder)
-    raise CheckpointError(f"no family loads {folder}: {unsupported(folder / CONFIG, families().values())}")
-
-
-def _source(name: str | Path, folder: Path) -> str:
-    """A name that means the same everywhere, or else the folder."""
-    here = isinstance(name, Path) or not (is_id(name) or name in embedded())
-    return str(folder) if here else str(name)
-
-
-def tokenizer_of(given: Any) -> Tokenizer:
-    """Return a tokenizer for a folder or an object.
-
-    Args:
-        given: a folder with tokenizer files, an object that a family reads (a tokenizer of transformers), or a
-            `Tokenizer`.
-
-    Raises:
-        CheckpointError: a folder without a tokenizer, or a damaged one.
-        InputError: an object of another kind.
-    """
-    source = Path(os.path.abspath(given)) if isinstance(given, (str, Path)) else given
-    for family in families().values():
-        read = getattr(family, "read_tokenizer", None)
-        found = None if read is None else read(source)
-        if found is not None:
-            return found
-    if isinstance(source, Path):
-        raise CheckpointError(
-            f"tokenizer={str(given)!r} is no folder with a tokenizer; give one with tokenizer.json, or the object."
-        )
-    methods = (getattr(given, name, None) for name in ("encode", "decode"))
-    if isinstance(given, type) or not all(map(callable, methods)):
-        raise InputError(
-            f"tokenizer is a folder, a tokenizer of transformers, or an object with encode(text) -> ids and "
-            f"decode(ids) -> text, got {given!r}."
-        )
-    return given
-
-
-def _stored_dtype(model: Model) -> torch.dtype | None:
-    """The dtype in which a checkpoint stores the weights that are not quantised, as its largest one has it."""
-    plain = [] if model.weights is None else [tensor for _, _, tensor in model.weights.stored()]
-    return max(plain, key=torch.Tensor.numel).dtype if plain else None
-
-
-def _as_it_is(model: Model, dtype: DtypeLike, device: str | torch.device | None) -> Model:
-    """A model that was made elsewhere.
-
-    Raises:
-        InputError: another dtype or device was asked for than it has.
-    """
-    wanted, where = torch_dtype(dtype), torch_device(device)
-    if wanted not in (None, AUTO, model.spec.dtype):
-        name = dtype_name(wanted)
-        raise InputError(
-            f"{model.name} is an object with weights in {dtype_name(model.spec.dtype)}, got dtype={name!r}, which is "
-            f"for names and folders; leave it out, or give the module after module.to(torch.{name})."
-        )
-    weight = next(model.module.parameters(), None)
-    if where is not None and weight is not None and _place(where) != _place(weight.device):
-        raise InputError(
-            f"{model.name} is an object on {weight.device}, got device={str(where)!r}, which is for names and folders; "
-            f"leave it out, or give the module after module.to({str(where)!r})."
-        )
-    return model
-
-
-def _place(device: torch.device) -> tuple[str, int]:
-    return device.type, device.index or 0
-
-
-def folder_of(name: str | Path) -> Path:
-    """The folder of an embedded model or a checkpoint, read no further than that it may be one.
-
-    Raises:
-        UnknownName, CheckpointError: no such model, or no such folder; an id of a checkpoint that is not in the cache,
-            see `dgraph.families.hub`.
-    """
-    if isinstance(name, str) and is_id(name):
-        return folder_of_id(name)
-    folder = embedded()[str(name)].folder if str(name) in embedded() else Path(os.path.abspath(name))
-    if not folder.is_dir():
-        if "/" in str(name) or folder.exists():
-            raise CheckpointError(
-                f"{name} is not a checkpoint folder. Give a folder with config.json, or one of: "
-                f"{', '.join(embedded())}."
-            )
-        raise UnknownName("model", str(name), embedded())
-    if not (folder / CONFIG).is_file():
-        below = f" Give one of the revisions in {folder / 'snapshots'}." if (folder / "snapshots").is_dir() else ""
-        raise CheckpointError(
-            f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.{below}"
-        )
-    return folder
-
-
-def _adapted(model: Model, folder: Path | None = None) -> Model:
-    """The model with the adapter that its spec names, in that folder or anywhere.
-
-    Raises:
-        CheckpointError: no family of the model that reads adapters, or what that raises.
-    """
-    name = model.spec.adapter
-    if not name:
-        return replace(model, adapter=None)
-    read = getattr(families().get(model.spec.family), "read_adapter", None)
-    if read is None:
-        raise CheckpointError(f"adapter={name!r}: the family {model.spec.family} reads no adapters; leave it out.")
-    inside = None if folder is None else folder / name
-    return replace(model, adapter=read(model, inside if inside is not None and inside.is_dir() else Path(name)))
-
-
-def _calibrated(model: Model, folder: Path) -> Model:
-    """The model with the importance of its layers, if that was measured."""
-    path = folder / FILE
-    if not path.is_file():
-        return model
-    try:
-        return replace(model, spec=apply_calibration(path, model.spec))
-    except CheckpointError as error:
-        warn(f"{error} Until then no layer counts as more important than another.")
-        return model

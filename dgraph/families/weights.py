@@ -121,6 +121,14 @@ class WeightSource:
             if isinstance(block, Tensor)
         ]
 
+    def changed(self, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> WeightSource:
+        """The source with tensors that are changed whenever they are read, by the checkpoint's own names."""
+        stored = dict(self._stored)
+        for name, names in self._names.items():
+            blocks = zip(names, self._stored[name], strict=True)
+            stored[name] = tuple(_changed(block, changes[own]) if own in changes else block for own, block in blocks)
+        return WeightSource(stored, self.formats, self._names)
+
     def whole(self, name: str, like: Tensor) -> Tensor:
         """A weight; in the memory where it is stored, if it is stored as one tensor in the dtype and on the device of
         `like`.
@@ -168,6 +176,10 @@ class WeightSource:
                     column += right - left
                 row += end - begin
             at += block.shape[0]
+
+
+def _changed(block: Stored, change: Callable[[Tensor], Tensor]) -> Made:
+    return Made(tuple(block.shape), torch.float32, lambda: change(made(block)))
 
 
 _SAME = ("shape", "dtype", "device")

@@ -85,11 +85,13 @@ def handed(
     """What a command gives, and the facts that it loads the model with; nothing is loaded."""
     seen: list[dict[str, Any]] = []
 
-    def load(name: Any, dtype: Any = None, device: Any = None, opened: bool = False, **facts: Any) -> Any:
+    def load(
+        name: Any, dtype: Any = None, device: Any = None, opened: bool = False, low_rank: Any = None, **facts: Any
+    ) -> Any:
         seen.append(facts)
         raise InputError("seen")
 
-    monkeypatch.setattr("dgraph.families.family.load", load)
+    monkeypatch.setattr("dgraph.families.loading.load", load)
     monkeypatch.setattr("dgraph.bench.load.load_model", load)
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "w3 w4", "answer": "w5"}\n', encoding="utf-8")

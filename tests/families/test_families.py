@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import dgraph
 from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName
 from dgraph.families import family as families
+from dgraph.families import resolve
 from tests.oracle.models import random_weights, tiny_config, to_transformers
 from tests.tiny import MASK, VOCAB, draw, tiny_spec
 
@@ -245,7 +246,7 @@ def test_an_embedded_model_is_found_by_name(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_model_is_what_it_is() -> None:
     model = dgraph.Model("m", nn.Identity(), tiny_spec())
-    assert families.resolve(model) is model
+    assert resolve(model) is model
 
 
 @pytest.mark.parametrize("what", [nn.Linear(2, 2), object(), 3, None])
@@ -266,7 +267,7 @@ def test_facts_are_fields_of_the_spec(tmp_path: Path) -> None:
         dgraph.adopt(model)
     with pytest.raises(UnknownName, match=r"unknown fact 'hidden'"):
         dgraph.adopt(model, hidden=3)
-    assert families.resolve(dgraph.Model("m", nn.Identity(), tiny_spec()), mask_id=3).spec.mask_id == 3
+    assert resolve(dgraph.Model("m", nn.Identity(), tiny_spec()), mask_id=3).spec.mask_id == 3
     folder = write(tmp_path / "sdar")
     given = dgraph.load(folder, mask_id=3, block_length=4, layer_importance=(0.5, 0.25)).spec
     assert (given.mask_id, given.block_length, given.layer_importance) == (3, 4, (0.5, 0.25))
