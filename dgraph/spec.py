@@ -69,6 +69,8 @@ class ModelSpec:
             that have it are refused.
         adapter: the folder of a low-rank adapter by which the model drafts, and does not verify; in the checkpoint's
             folder or anywhere. Empty: it drafts by its own weights.
+        rule: names and values of the decoding rule that came with the checkpoint, as `policy_of` takes them; it
+            holds where a caller chooses none. Empty: dgraph's default.
     """
 
     family: str
@@ -93,6 +95,7 @@ class ModelSpec:
     adapter: str = ""
     image_id: int = -1
     attention_similarity: tuple[float, ...] = ()
+    rule: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "max_positions"):
@@ -215,6 +218,7 @@ class ModelSpec:
         out["eos_ids"] = list(self.eos_ids)
         out["layer_importance"] = list(self.layer_importance)
         out["attention_similarity"] = list(self.attention_similarity)
+        out["rule"] = [list(pair) for pair in self.rule]
         out["dtype"] = str(self.dtype).removeprefix("torch.")
         return out
 
@@ -225,7 +229,8 @@ class ModelSpec:
         Raises:
             InputError: a field is missing, unknown or out of range.
         """
-        lists = {name: tuple(item) for name, item in value.items() if isinstance(item, list)}
+        lists: dict[str, Any] = {name: tuple(item) for name, item in value.items() if isinstance(item, list)}
+        lists |= {"rule": tuple(map(tuple, value.get("rule", ())))}
         try:
             return cls(**{**value, **lists, "dtype": getattr(torch, str(value.get("dtype")), None)})
         except TypeError as error:

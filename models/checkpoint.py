@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError
 from dgraph.families.causal import Causal
+from dgraph.families.pipelines import tokenizer_folder
 from dgraph.families.quantised import PARTS, Format
 from dgraph.families.weights import Stored, WeightSource, hollow
 from dgraph.models import difference
@@ -56,7 +57,8 @@ def read_folder(folder: Path) -> Described:
         InputError: what the base needs is not installed.
         CheckpointError: a damaged file.
     """
-    config, tokenizer, base = read_config(folder), read_tokenizer(folder), difference.base_of(folder)
+    config, base = read_config(folder), difference.base_of(folder)
+    tokenizer = read_tokenizer(tokenizer_folder(folder))
     if tokenizer is None and base is not None:
         tokenizer = cast(FileTokenizer, base.tokenizer)
     path = folder / GENERATION

@@ -178,6 +178,8 @@ def save_quantised(
     folder = folder_of(model)
     if (folder / DIFFERENCE).is_file():
         raise InputError(f"{model} is stored as a difference from its base, and has its tokenizer; give a whole one.")
+    if not (folder / CONFIG).is_file():
+        raise InputError(f"{model} is a pipeline, of which only the model can be written; give {folder / 'model'}.")
     embeds, tied = _embeddings(found)
     settings = None if format is None else settings_of(format, [*ignored, *tied], not embeds.isdisjoint(formats))
     try:

@@ -15,6 +15,16 @@ _AUTOREGRESSIVE = (
 _ENCODER = "an encoder: it reads texts, and writes none"
 _IMAGES = "a model of images and text: dgraph decodes text alone"
 
+_NOT_COMPUTED = {
+    "WeDLMForCausalLM": "a WeDLM (arXiv 2512.22737): its masks see what comes before them in an order that changes with "
+    "each step, and dgraph's blocks see all of themselves. Decode it by its own program",
+    "PanguEmbeddedForCausalLM": "an openPangu: no public config says how its diffusion checkpoints shift and cache, so "
+    "there is nothing to check a family against",
+    "IDLMForCausalLM": "an I-DLM (arXiv 2604.11035): its masks see only what comes before them, and dgraph has no "
+    "strictly causal blocks",
+}
+"""Diffusion language models that dgraph does not compute, by their classes, and why."""
+
 # Kinds of models by the end of their class names, in transformers and in remote code; the first match holds.
 _KINDS = {
     "VisionModel": "a model of images: dgraph decodes text",
@@ -53,6 +63,12 @@ def unsupported(config: Path, families: Iterable[Any]) -> str:
         return f"its config.json names no architectures{kind}; expected one of {', '.join(known)}."
     close = [match for name in named for match in difflib.get_close_matches(name, known, n=1, cutoff=0.7)]
     hint = f" Did you mean {close[0]}?" if close else ""
-    what = next((kind for name in named for ending, kind in _KINDS.items() if name.endswith(ending)), "")
+    reasons = (_NOT_COMPUTED.get(name) or _kind_of(name) for name in named)
+    what = next(filter(None, reasons), "")
     it_is = f" {named[0]} is {what}." if what else ""
     return f"architectures in its config.json is {named!r}, not one of {', '.join(known)}.{hint}{it_is}"
+
+
+def _kind_of(name: str) -> str:
+    """The kind of a model by the end of its class's name; "" for one that is not known."""
+    return next((kind for ending, kind in _KINDS.items() if name.endswith(ending)), "")

@@ -14,6 +14,7 @@ from dgraph.families.adapters import merged
 from dgraph.families.architectures import unsupported
 from dgraph.families.family import GROUP, Model, Tokenizer, embedded, families
 from dgraph.families.hub import CONFIG, folder_of_id, is_id
+from dgraph.families.pipelines import INDEX, pipeline_of
 from dgraph.families.weights import read_all, weights_of
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
@@ -95,13 +96,19 @@ def load(
         raise CheckpointError(f"cannot load {name} as {chosen}; weights must be float32, bfloat16 or float16.")
     if chosen is None and target.type == "cpu":
         chosen = torch.float32
+    pipeline = pipeline_of(folder)
+    place = folder if pipeline is None else pipeline.model
+    if pipeline is not None and pipeline.block_length is not None:
+        facts = {"block_length": pipeline.block_length, **facts}
     for family in families().values():
-        found = family.open(folder, None if chosen == AUTO else chosen, target, **facts)
+        found = family.open(place, None if chosen == AUTO else chosen, target, **facts)
         if found is None:
             continue
         # A model with another's weights added has no source, from which these could be read again.
         source = "" if low_rank is not None else _source(name, folder)
         found = replace(found, stored_dtype=_stored_dtype(found), source=source)
+        if pipeline is not None:
+            found = replace(found, name=folder.name, spec=replace(found.spec, rule=pipeline.rule))
         found = _with_low_rank(found, low_rank, folder)
         if found.weights is not None and not opened:
             read_all(weights_of(found.module, found.prefix), found.weights)
@@ -110,7 +117,7 @@ def load(
             found = replace(found, name=name.rpartition("/")[2])  # the folder's is that of a revision
         found = _adapted(found, folder)
         return found if "layer_importance" in facts else _calibrated(found, folder)
-    raise CheckpointError(f"no family loads {folder}: {unsupported(folder / CONFIG, families().values())}")
+    raise CheckpointError(f"no family loads {folder}: {unsupported(place / CONFIG, families().values())}")
 
 
 def _source(name: str | Path, folder: Path) -> str:
@@ -198,7 +205,7 @@ def folder_of(name: str | Path) -> Path:
                 f"{', '.join(embedded())}."
             )
         raise UnknownName("model", str(name), embedded())
-    if not (folder / CONFIG).is_file():
+    if not any((folder / name).is_file() for name in (CONFIG, INDEX)):
         below = f" Give one of the revisions in {folder / 'snapshots'}." if (folder / "snapshots").is_dir() else ""
         raise CheckpointError(
             f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.{below}"

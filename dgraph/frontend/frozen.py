@@ -37,6 +37,7 @@ READ_LATER = {
     "next_token",
     "noise",
     "pad_id",
+    "rule",
 }
 """Facts of a spec that recipes and decode loops read, and no capture does."""
 

@@ -227,13 +227,16 @@ class Decoding:
     def for_model(self, spec: ModelSpec, block_length: int | None = None) -> Decoding:
         """The settings as a decode of a model starts with them: its rule, bound to the model (`DecodeRule.bind`).
 
-        Unless a rule was chosen, canvases of random tokens (`spec.noise`) are decoded by `diffusion_gemma`.
+        Unless a rule was chosen, the one that came with the checkpoint holds (`spec.rule`); else canvases of random
+        tokens (`spec.noise`) are decoded by `diffusion_gemma`.
 
         Args:
             spec: the model.
             block_length: of the decode; None for the setting, or that of the model.
         """
-        chosen = replace(self, policy="diffusion_gemma") if spec.noise == "uniform" and not self.says_rule else self
+        chosen = self
+        if not self.says_rule and (spec.rule or spec.noise == "uniform"):
+            chosen = replace(self, policy=policy_of(**dict(spec.rule)) if spec.rule else "diffusion_gemma")
         block = block_length or self.block_length or spec.block_length
         rule = bound(chosen.rule, replace(spec, block_length=block))
         if rule is chosen.rule or rule == chosen.rule:

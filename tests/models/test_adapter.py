@@ -261,7 +261,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
     [
         ({"use_dora": True}, {}, r"adapter_config\.json: use_dora is True, expected False"),
         ({"peft_type": "LOHA"}, {}, "peft_type is 'LOHA', expected 'LORA'"),
-        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights is 'pissa', expected True"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights is 'pissa', expected 'gaussian'"),
         ({"a_new_kind": {"of": "product"}}, {}, r"a_new_kind is \{'of': 'product'\}, expected \{\}"),
         ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save is \['lm_head'\], expected"),
         ({"rank_pattern": {"(": 2}}, {}, "rank_pattern has a pattern that cannot be read"),

@@ -101,6 +101,9 @@ def test_a_text_that_is_no_config(text: str, message: str, tmp_path: Path) -> No
     [
         ("DreamModle", r"Did you mean DreamModel\?"),
         ("Gemma3ForCausalLM", r"Gemma3ForCausalLM is an autoregressive model, which was not trained to fill masks"),
+        ("WeDLMForCausalLM", r"WeDLMForCausalLM is a WeDLM \(arXiv 2512\.22737\): its masks see what comes before"),
+        ("PanguEmbeddedForCausalLM", r"is an openPangu: no public config says how its diffusion checkpoints"),
+        ("IDLMForCausalLM", r"is an I-DLM \(arXiv 2604\.11035\): its masks see only what comes before them"),
         ("GPT2LMHeadModel", r"is an autoregressive model"),
         ("BertForMaskedLM", r"BertForMaskedLM is an encoder that was trained to fill single gaps"),
         ("RobertaForSequenceClassification", r"is a classifier: it writes no text"),
