@@ -16,8 +16,8 @@ _ENCODER = "an encoder: it reads texts, and writes none"
 _IMAGES = "a model of images and text: dgraph decodes text alone"
 
 _NOT_COMPUTED = {
-    "WeDLMForCausalLM": "a WeDLM (arXiv 2512.22737): its masks see what comes before them in an order that changes with "
-    "each step, and dgraph's blocks see all of themselves. Decode it by its own program",
+    "WeDLMForCausalLM": "a WeDLM (arXiv 2512.22737): its masks see what comes before them, in an order that changes in "
+    "each step, and dgraph's blocks see all of themselves",
     "PanguEmbeddedForCausalLM": "an openPangu: no public config says how its diffusion checkpoints shift and cache, so "
     "there is nothing to check a family against",
     "IDLMForCausalLM": "an I-DLM (arXiv 2604.11035): its masks see only what comes before them, and dgraph has no "
