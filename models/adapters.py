@@ -63,13 +63,13 @@ def read_adapter(folder: Path, weights: Mapping[str, tuple[str, Tensor]]) -> Ada
 def read_products(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, LowRank]:
     """The low-rank products of a folder, in the dtype and on the device of the weights that they are for.
 
-    Ranks and scales are those of the config (`r`, `lora_alpha`, `use_rslora`), which patterns of names may change for
-    some layers (Hu et al., 2021, "LoRA", arXiv 2106.09685; Kalajdzievski, 2023, "rsLoRA", arXiv 2312.03732).
+    Ranks and scales are those of the config (`r`, `lora_alpha`, `use_rslora`). Patterns of names may change them for
+    some layers. See "LoRA" (Hu et al., arXiv 2106.09685) and "rsLoRA" (Kalajdzievski, arXiv 2312.03732).
 
     Args:
         folder: folder of the adapter.
-        weights: weights that it may be for, by the names that the model's own code has for them: tensors
-            [outputs, inputs] of their shape, dtype and device.
+        weights: weights that it may be for, by the names that the model's own code has for them. Each is a tensor
+            [outputs, inputs] of its shape, dtype and device.
 
     Raises:
         CheckpointError: no such folder, a damaged file, or a kind of adapter that is more than a product; also tensors

@@ -27,7 +27,7 @@ class Pipeline:
     Attributes:
         model: folder of the checkpoint.
         block_length: rows denoised together, by its scheduler; None if that does not say.
-        rule: the scheduler as a rule; empty if it is none of dgraph's.
+        rule: the scheduler as a rule; empty if dgraph has no such rule.
     """
 
     model: Path
@@ -71,7 +71,7 @@ def pipeline_of(folder: Path) -> Pipeline | None:
     """
     if not (folder / INDEX).is_file():
         return None
-    kind = _object(folder / INDEX).get("_class_name")
+    kind = str(_object(folder / INDEX).get("_class_name"))
     if kind not in _KINDS:
         raise CheckpointError(f"{folder / INDEX}: _class_name is {kind!r}, expected one of {', '.join(_KINDS)}.")
     model = folder / "model"
