@@ -2,7 +2,7 @@
 
 It shares the name and the config's class with Dream, and little else. The parameters carry Qwen3's names and shapes
 (norms of queries and keys, no biases). Attention is block-causal in blocks of `block_size`, and logits of a row predict
-its own position. The policy "dream_reasoner" is the published rule.
+its own position. The policy "reasoner" is the published rule.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ _PUBLISHED: dict[str, DecodeRule] = {
     "llada2.1": JointThreshold(),
     "llada2.2": JointThresholdInDel(),
     "stable_diffcoder": ConfidenceThreshold(0.95, inclusive=True),
-    "dream_reasoner": DynamicThreshold(0.9),
+    "reasoner": DynamicThreshold(0.9),
     "sdar_static": FixedSteps(4),
     "sdar_dynamic": DynamicThreshold(0.85),
     "jetengine_dynamic": DynamicThreshold(0.9, fallback="leftmost"),
