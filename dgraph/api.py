@@ -22,7 +22,7 @@ from dgraph.families import Model, embedded, resolve, tokenizer_of
 from dgraph.ir.graph import Graph
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.kernels import Kernels
-from dgraph.lowering.regions import RegionCompiler
+from dgraph.lowering.regions import NotStored, RegionCompiler
 from dgraph.lowering.traced import TraceCompiler
 from dgraph.lowering.tuning import Tuning
 from dgraph.numerics import check_effects
@@ -182,7 +182,7 @@ def optimize(
             f"option."
         )
     store = open_store(how.artifacts)
-    compiled = how.backend == "inductor"
+    compiled = how.backend != "eager"
     code_store = store if compiled else None  # run op by op, nothing but the captured graph is worth storing
     compiler = RegionCompiler(how.backend, tell, code_store)
     tell("loading")
@@ -199,6 +199,8 @@ def optimize(
         check_effects(graph, chosen)
     tell(f"rewriting for {chosen.name}")
     on_gpu = graph.device.type == "cuda"
+    if on_gpu or mesh is not None:
+        compiler.stored_only = False
     tuning = None
     if how.tune and compiled and on_gpu:  # on every rank, whether its store can be used or not
         tuning = Tuning(graph.device, code_store, tell, ranks=ranks_of(graph.sharding))
@@ -206,8 +208,18 @@ def optimize(
     kernels.prepare()
     buckets = Buckets.default(graph.device) if how.buckets is None else Buckets.of(how.buckets)
     transitions = TraceCompiler(code_store, tell) if compiled and on_gpu else None
-    origin = Origin(replace(how, buckets=buckets.to_json(), check=""), stored, store, tokenizer is not None)
-    made = CompiledModel(found, graph, chosen, compiler, buckets, how.graphs, tuning, kernels, transitions, origin)
+
+    def made_by(compiler: RegionCompiler) -> CompiledModel:
+        settings = replace(how, backend=compiler.backend, buckets=buckets.to_json(), check="")
+        origin = Origin(settings, stored, store, tokenizer is not None)
+        further = buckets, how.graphs, tuning, kernels, transitions
+        return CompiledModel(found, graph, chosen, compiler, *further, origin)
+
+    try:
+        made = made_by(compiler)
+        compiler.stored_only = False  # further programs, as some samplers need them, are compiled
+    except NotStored:
+        made = made_by(RegionCompiler("eager", tell))
     kernels.restore()
     if tuning is not None:
         tuning.agree()

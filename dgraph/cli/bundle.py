@@ -46,7 +46,7 @@ def bundle(
     stop: args.Stop = None,
     seed: args.Seed = 0,
     max_batch: Annotated[int | None, typer.Option(help="Prompts decoded at a time.", show_default="all")] = None,
-    backend: args.Backend = "inductor",
+    backend: args.Backend = "auto",
     buckets: given.Buckets = None,
     dtype: given.Dtype = None,
     weights: given.Weights = None,

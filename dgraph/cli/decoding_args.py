@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgraph.cli.output import ERR
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
+    from dgraph.compiler.compiled_model import CompiledModel
     from dgraph.runtime.constraints.constraint import Constraint
     from dgraph.runtime.decoding import Decoding
 
@@ -50,7 +52,10 @@ Regex = Annotated[
     str | None, typer.Option(help="A regular expression that every response matches as a whole.", show_default=False)
 ]
 Seed = Annotated[int, typer.Option(help="Random seed for sampling.")]
-Backend = Annotated[str, typer.Option(help="inductor, or eager to run op by op.")]
+Backend = Annotated[
+    str,
+    typer.Option(help="inductor, eager to run op by op, or auto: inductor if its code is in the cache, else eager."),
+]
 Cache = Annotated[bool, typer.Option(help="Keep compiled code for later runs; see `dgraph cache`.")]
 
 
@@ -96,6 +101,14 @@ def said(context: typer.Context) -> dict[str, Any]:
     """Values of the parameters that stand on the command line, by name."""
     sources = ((name, context.get_parameter_source(name)) for name in context.params)
     return {name: context.params[name] for name, from_ in sources if from_ is not None and from_.name == "COMMANDLINE"}
+
+
+def tell_backend(context: typer.Context, optimized: CompiledModel) -> None:
+    """Say on stderr that a program of the backend "auto" runs op by op, and which command compiles it."""
+    if context.params["backend"] != "auto" or optimized.compiler.backend != "eager":
+        return
+    compiling = f"`{command_line(context, 'compile')}`" if context.params["cache"] else "--backend inductor"
+    ERR.print(f"note: no compiled code yet, so this runs op by op; {compiling} compiles it, once and for all.")
 
 
 def command_line(context: typer.Context, name: str, *more: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +16,7 @@ from dgraph.cli import program_args
 from dgraph.cli.generate_data import generate_data, help_generate
 from dgraph.cli.output import ERR, OUT, check_page, print_json, print_text, status, write_page
 from dgraph.cli.ranks import leads, ranks
+from dgraph.cli.streaming import followed, view_of
 from dgraph.errors import InputError
 from dgraph.types.card import counted
 
@@ -77,7 +78,7 @@ def generate(
     ] = False,
     replicas: Annotated[int, typer.Option(help="Number of actors, with --ray.", min=1, rich_help_panel=REPLICAS)] = 1,
     tp: given.Ranks = 1,
-    backend: args.Backend = "inductor",
+    backend: args.Backend = "auto",
     buckets: given.Buckets = None,
     check: given.Check = "",
     dtype: given.Dtype = None,
@@ -89,6 +90,9 @@ def generate(
     cache: args.Cache = True,
     trust: program_args.Trust = False,
     json: given.Json = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Show text as it settles, and on a terminal the block that is decoded.")
+    ] = False,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write a page that replays the run step by step.", show_default=False),
@@ -98,6 +102,7 @@ def generate(
 
     \b
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple"
+    dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple" --stream
     dgraph generate tiny_sdar -p "Sort these words: river stone cloud maple" --html run.html
     dgraph generate ./SDAR-8B-Chat-b32 -r focus -o alpha=1.8 -p "Why is the sky blue?" --json
     dgraph generate ./SDAR-8B-Chat-b32 --device cuda --tp 2 -p "Why is the sky blue?"
@@ -128,8 +133,8 @@ def generate(
     if ray and data is None:
         raise InputError("--ray answers --data; give that, or leave --ray out.")
     if data is not None or out is not None:
-        if data is None or out is None or prompt or prompt_file or html:
-            raise InputError("--data and --out go together, and without --prompt, --prompt-file and --html.")
+        if data is None or out is None or prompt or prompt_file or html or stream:
+            raise InputError("--data and --out go together, and without --prompt, --prompt-file, --html and --stream.")
         blueprint = Blueprint(
             model=model,
             recipes=(recipe,),
@@ -139,7 +144,12 @@ def generate(
             weights=weights,
             adapter=adapter,
             facts=facts,
-            compilation=dgraph.Compilation(backend=backend, buckets=rows, artifacts=cache, check=check),
+            compilation=dgraph.Compilation(
+                backend="inductor" if backend == "auto" else backend,  # compiling pays for many prompts
+                buckets=rows,
+                artifacts=cache,
+                check=check,
+            ),
             engine=dgraph.EngineConfig(max_sequences=max_batch, block_length=block_length, decoding=decoding),
         )
         with ranks(tp, device) as mesh:
@@ -151,7 +161,10 @@ def generate(
     prompts = given.read_prompts(prompt, prompt_file)
     if html is not None:
         check_page(html)
-    with ranks(tp, device) as mesh, status("loading") as tell:
+    if stream and json:
+        raise InputError("--stream shows text and --json one object; leave one of them out.")
+    with ranks(tp, device) as mesh, ExitStack() as shown:
+        tell = shown.enter_context(status("loading"))
         if program:
             optimized = dgraph.open(model, trust=trust, artifacts=cache, progress=tell)
             found, decoding = optimized.model, args.decoding_of(args.said(context), optimized.decoding)
@@ -175,26 +188,43 @@ def generate(
                 weights=weights,
                 **options,
             )
+            args.tell_backend(context, optimized)
 
         def count(progress: Progress) -> None:
             tell(f"decoding: {progress.finished} of {progress.prompts} prompts, {progress.decoded} tokens")
 
+        def silent(index: int, arrived: queue.SimpleQueue[Event]) -> list[Event]:
+            tell(f"decoding: {index} of {len(prompts)} prompts")
+            return followed(arrived, lambda event: None)
+
+        def visible(index: int, arrived: queue.SimpleQueue[Event]) -> list[Event]:
+            _head(prompts, index)
+            assert found.tokenizer is not None, "checked before anything was compiled"
+            with view_of(found.tokenizer.decode) as view:
+                return followed(arrived, view.show)
+
         def bundled(step: int) -> str:
             return args.command_line(context, "bundle", "--step", str(step), "--out", "bundle.zip")
 
-        if html is None:
+        if html is None and not stream:
             with nullcontext() if program else commanded(bundled):
                 result = optimized.generate(prompts, decoding, max_batch=max_batch, progress=count)
             texts, token_ids, counts = result.texts or [], result.token_ids, result.stats.to_json()
         else:
-            texts, runs = _watched(optimized, prompts, decoding, max_batch, tell)
-            write_page(html, page_of(runs, f"{found.name}: {prompts[0]}"))
+            if stream:
+                shown.close()  # a spinner and the response would write on the same line
+            texts, runs = _watched(optimized, prompts, decoding, max_batch, visible if stream else silent)
+            if html is not None:
+                write_page(html, page_of(runs, f"{found.name}: {prompts[0]}"))
             token_ids, counts = [[t.token for t in run.tokens] for run in runs], _counts(runs)
     if json:
-        made = {"model": found.name, "recipe": optimized.recipe.to_json()}
+        made = {"model": found.name, "recipe": optimized.recipe.to_json(), "backend": optimized.compiler.backend}
         print_json({"texts": texts, "token_ids": token_ids, **counts, **made})
-    else:
-        _print(prompts, texts, counts)
+        return
+    for index, text in enumerate(texts if not stream else ()):
+        _head(prompts, index)
+        print_text(text)
+    _foot(counts)
 
 
 def check_prompts(model: Model, prompts: list[str], decoding: Decoding, max_batch: int | None) -> None:
@@ -212,27 +242,24 @@ def check_prompts(model: Model, prompts: list[str], decoding: Decoding, max_batc
 
 
 def _watched(
-    optimized: CompiledModel, prompts: list[str], decoding: Decoding, max_batch: int | None, tell: Callable[[str], None]
+    optimized: CompiledModel,
+    prompts: list[str],
+    decoding: Decoding,
+    max_batch: int | None,
+    follow: Callable[[int, queue.SimpleQueue[Event]], list[Event]],
 ) -> tuple[list[str], list[Run]]:
-    """Continue prompts in an engine that reports every step; returns texts, and a record of each one's steps."""
+    """Continue prompts in an engine that reports every step; returns texts, and a record of each one's steps.
+
+    follow: returns the events of a prompt, by its number and the queue that gets them, when it has ended.
+    """
     from dgraph.engine.submission import RequestSpec
     from dgraph.viewer import Run
-
-    told: list[list[Event]] = [[] for _ in prompts]
-    ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
-
-    def sink_of(events: list[Event]) -> Callable[[Event], None]:
-        def sink(event: Event) -> None:
-            events.append(event)
-            if event.finish_reason is not None:
-                ended.put(event)
-
-        return sink
 
     model, tokenizer = optimized.model, optimized.model.tokenizer
     assert tokenizer is not None, "checked before anything was compiled"
     block = decoding.block_length or model.spec.block_length
     longest = max(len(tokenizer.encode(prompt)) for prompt in prompts)
+    arrived: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in prompts]
     with optimized.engine(
         max_sequences=max_batch or len(prompts),
         max_tokens=longest + decoding.max_new_tokens,
@@ -244,15 +271,11 @@ def _watched(
             raise typer.Exit
         engine.submit_all(
             [
-                RequestSpec(prompt=prompt, decoding=decoding, sink=sink_of(told[index]), draft=True, index=index)
+                RequestSpec(prompt=prompt, decoding=decoding, sink=arrived[index].put, draft=True, index=index)
                 for index, prompt in enumerate(prompts)
             ]
         )
-        for done in range(len(prompts)):
-            tell(f"decoding: {done} of {len(prompts)} prompts")
-            last = ended.get()
-            if last.error is not None:
-                raise last.error
+        told = [follow(index, each) for index, each in enumerate(arrived)]
     about: dict[str, Any] = {"model": model.name, "recipe": optimized.recipe.name, "block_length": block}
     runs = [Run.of(events, tokenizer.decode, prompt=p, **about) for p, events in zip(prompts, told, strict=True)]
     return ["".join(event.text for event in events) for events in told], runs
@@ -273,11 +296,14 @@ def _counts(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def _print(prompts: list[str], texts: list[str], counts: dict[str, Any]) -> None:
-    for prompt, text in zip(prompts, texts, strict=True):
-        if OUT.is_terminal and len(prompts) > 1:
-            OUT.print(f"> {prompt}", style="dim")
-        print_text(text)
+def _head(prompts: list[str], index: int) -> None:
+    """Say on a terminal which of several prompts a response is to."""
+    if OUT.is_terminal and len(prompts) > 1:
+        OUT.print(f"> {prompts[index]}", style="dim")
+
+
+def _foot(counts: dict[str, Any]) -> None:
+    """Say on a terminal how the responses came about."""
     if ERR.is_terminal:
         ERR.print(
             "{tokens} tokens ({decoded} decoded) in {counted}: {tokens_per_step:.2f} tokens per step, "

@@ -135,8 +135,8 @@ def write_program(
         raise InputError(f"{out} exists already; give a folder that does not, or remove it.")
     if not model.source:
         raise InputError(
-            f"{model.name} was given as an object, or had an adapter added, so nothing says where its weights are loaded "
-            f"from; save a program of a checkpoint folder (save_pretrained writes one)."
+            f"{model.name} was given as an object, or had an adapter added, so nothing says where its weights are "
+            f"loaded from; save a program of a checkpoint folder (save_pretrained writes one)."
         )
     if origin.store is None:
         raise InputError("the program has no artifacts to save; compile it with artifacts=True, or with a folder.")

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from dgraph.cache.store import Store
 from dgraph.errors import InputError, LoweringError
-from dgraph.lowering.inductor import RegionFunction, Source, compiled
+from dgraph.lowering.inductor import Compiled, RegionFunction, Source, compiled, known
 from dgraph.ops import op_of
 from dgraph.types.nodes import args_of, op_name
 from dgraph.types.shapes import DTYPES, Symbols
@@ -22,10 +22,15 @@ if TYPE_CHECKING:  # neither says how a region is compiled, so a key of compiled
     from dgraph.ir.graph import Graph
     from dgraph.lowering.schedule import Region
 
-BACKENDS = ("inductor", "eager")
+AUTO = "auto"
+BACKENDS = ("inductor", "eager", AUTO)
 
 _LOOK_UP = ("embedding", "index", "index_select", "gather")
 """Ops that read by numbers which they do not bound themselves."""
+
+
+class NotStored(Exception):
+    """A region is not compiled yet, and its compiler only loads them."""
 
 
 class RegionCompiler:
@@ -33,6 +38,7 @@ class RegionCompiler:
 
     Attributes:
         backend: "inductor", or "eager" to run the same regions op by op (for debugging).
+        stored_only: True to raise `NotStored` for a region that is not compiled yet. "auto" is "inductor" with this.
         store: where compiled regions are stored for later processes; None for nowhere.
         compiled: texts that Inductor compiled for this compiler, in order.
         loaded: texts that need not be compiled: they came from the store, or an earlier program of this process.
@@ -45,7 +51,8 @@ class RegionCompiler:
     ):
         if backend not in BACKENDS:
             raise InputError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}.")
-        self.backend, self.store = backend, store
+        self.stored_only = backend == AUTO
+        self.backend, self.store = "inductor" if self.stored_only else backend, store
         self.compiled: list[str] = []
         self.loaded: list[str] = []
         self.unstored: list[str] = []
@@ -58,6 +65,7 @@ class RegionCompiler:
 
         Raises:
             LoweringError: Inductor cannot compile it, or the compiled code accepts only the size it was shown.
+            NotStored: it is not compiled yet, and `stored_only` is set.
         """
         text = region_text(graph, region)
         if text in self._functions:
@@ -66,17 +74,22 @@ class RegionCompiler:
         if self.backend == "eager" or _is_one_kernel(region):
             function: RegionFunction = _op_by_op(graph, region, text).forward
         else:
-            count = len(self._functions) + 1
             inputs = [n.meta["val"] for n in region.inputs]
             settings = {"assert_indirect_indexing": False} if _reads_in_bounds(region) else {}
             source = Source(text, lambda: _module(graph, region), inputs, graph.device, _inlined(region), settings)
-            made = compiled(source, self.store, lambda doing: self._progress(f"{doing} region {count}"))
+            made = known(source, self.store) if self.stored_only else self._compiled(source)
+            if made is None:
+                raise NotStored(text)
             function = made.function
             (self.compiled if made.new else self.loaded).append(text)
             if self.store is not None and not made.stored:
                 self.unstored.append(text)
         self._functions[text] = function
         return function
+
+    def _compiled(self, source: Source) -> Compiled:
+        count = len(self._functions) + 1
+        return compiled(source, self.store, lambda doing: self._progress(f"{doing} region {count}"))
 
 
 def _op_by_op(graph: Graph, region: Region, text: str) -> torch.fx.GraphModule:
