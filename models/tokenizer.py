@@ -56,6 +56,11 @@ class FileTokenizer:
         return {f"{name}_id": self._tokenizer.token_to_id(text) if text else None for name, text in named}
 
     @property
+    def has_template(self) -> bool:
+        """True if the checkpoint has a chat template; else conversations are lines of roles and contents."""
+        return bool(self._chat)
+
+    @property
     def template_variables(self) -> frozenset[str]:
         """Names that the chat templates read of what `encode_chat` is given; others say nothing."""
         return self._chat.variables if self._chat else frozenset({"add_generation_prompt"})

@@ -26,6 +26,7 @@ INTERRUPTED = 130
 
 COMMANDS = {
     "generate": "generate:generate",
+    "chat": "chat:chat",
     "serve": "serve:serve",
     "dump": "views:dump",
     "diff": "views:diff",
@@ -123,7 +124,6 @@ app = typer.Typer(
     name="dgraph",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

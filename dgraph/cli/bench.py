@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli import workload
 from dgraph.cli.bench_serve import serve
@@ -38,7 +39,7 @@ def bench(
     shape: workload.Shape = None,
     random_weights: workload.RandomWeights = False,
     layers: workload.Layers = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    recipe: args.Recipe = "focus",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     against: Annotated[str | None, typer.Option(help="A recipe to compare with, measured first.")] = None,
@@ -150,7 +151,7 @@ def _measure(
 def record(
     model: Annotated[str, typer.Option("--model", "-m", help=workload.NAMED)] = "tiny_sdar",
     out: Annotated[Path | None, typer.Option(help="The file to write; required.", show_default=False)] = None,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    recipe: args.Recipe = "focus",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     threshold: Annotated[float, typer.Option(help="Commit tokens above this confidence, in (0, 1].")] = 0.9,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.cache_args import Folder, open_cache
 from dgraph.cli.output import print_json, print_text, status
@@ -15,7 +16,7 @@ from dgraph.cli.ranks import ranks
 
 def compile_(
     model: given.Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    recipe: args.Recipe = "focus",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     buckets: Annotated[

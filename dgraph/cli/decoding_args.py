@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgraph.cli.completion import completing
 from dgraph.cli.output import ERR
 from dgraph.errors import InputError
 
@@ -19,13 +20,22 @@ if TYPE_CHECKING:
 
 Prompt = Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")]
 PromptFile = Annotated[str | None, typer.Option(help="A file with a prompt per line; - for stdin.")]
-Recipe = Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")]
+Recipe = Annotated[
+    str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.", autocompletion=completing("recipes"))
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Length limit of a response.")]
 Threshold = Annotated[
     float | None, typer.Option(help="Commit tokens above this confidence, in (0, 1].", show_default="0.9")
 ]
 Steps = Annotated[int | None, typer.Option(help="Fixed steps per block, instead of --threshold.", show_default=False)]
-Policy = Annotated[str | None, typer.Option(help="A decoding rule by name; see `dgraph policies`.", show_default=False)]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="A decoding rule by name; see `dgraph policies`.",
+        show_default=False,
+        autocompletion=completing("policies"),
+    ),
+]
 BlockLength = Annotated[int | None, typer.Option(help="Rows per block.", show_default="the model's")]
 OpenBlocks = Annotated[int, typer.Option(help="Blocks of a response that are decoded together.")]
 Temperature = Annotated[
@@ -103,25 +113,29 @@ def said(context: typer.Context) -> dict[str, Any]:
     return {name: context.params[name] for name, from_ in sources if from_ is not None and from_.name == "COMMANDLINE"}
 
 
-def tell_backend(context: typer.Context, optimized: CompiledModel) -> None:
-    """Say on stderr that a program of the backend "auto" runs op by op, and which command compiles it."""
+def tell_backend(context: typer.Context, optimized: CompiledModel, **instead: Any) -> None:
+    """Say on stderr that a program of the backend "auto" runs op by op, and which command compiles it.
+
+    instead: values of options that hold instead of those of the command line.
+    """
     if context.params["backend"] != "auto" or optimized.compiler.backend != "eager":
         return
-    compiling = f"`{command_line(context, 'compile')}`" if context.params["cache"] else "--backend inductor"
+    compiling = f"`{command_line(context, 'compile', **instead)}`" if context.params["cache"] else "--backend inductor"
     ERR.print(f"note: no compiled code yet, so this runs op by op; {compiling} compiles it, once and for all.")
 
 
-def command_line(context: typer.Context, name: str, *more: str) -> str:
+def command_line(context: typer.Context, name: str, *more: str, **instead: Any) -> str:
     """The command line of another command with the options that were given to this one, as far as it has them.
 
     Args:
         context: of this command, which ran with them.
         name: of the other command.
         more: options besides.
+        instead: values by name that hold instead of what was given.
     """
     from dgraph.cli.app import Imported
 
-    known, there = {param.name for param in Imported()[name].params}, said(context)
+    known, there = {param.name for param in Imported()[name].params}, {**said(context), **instead}
     words = ["dgraph", name]
     for param in context.command.params:
         if param.name not in known or param.name not in there:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -102,6 +101,8 @@ def _answer_here(
     write: Callable[[Answer], None],
 ) -> None:
     """Answer questions in this process, and the other ranks of a mesh."""
+    import asyncio  # it takes a while to import, which Tab would wait for
+
     from dgraph.dataset.asking import ask_all
 
     async def answer() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from dgraph.cli.completion import completing
 from dgraph.errors import InputError, UnknownName
 from dgraph.errors.former import tell_former
 from dgraph.settings import AUTO, DTYPES, SHORT_DTYPES, DtypeLike, typed
@@ -30,6 +31,7 @@ Model = Annotated[
         help="Name of an embedded model, a checkpoint folder, or ORG/NAME in the cache of Hugging Face "
         "(DGRAPH_DOWNLOAD=1 downloads what is not there).",
         show_default=False,
+        autocompletion=completing("models"),
     ),
 ]
 Options = Annotated[

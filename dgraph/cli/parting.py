@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.output import check_file, check_page, plain, print_table, print_text, status, write_file, write_page
 from dgraph.errors import InputError
@@ -100,7 +101,7 @@ def compare(
 
 def bisect(
     model: given.Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    recipe: args.Recipe = "focus",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     tolerance: Tolerance = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.output import check_file, plain, print_table, print_text, status, write_file
 from dgraph.cli.units import size_text
@@ -23,7 +24,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def profile(
     model: given.Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    recipe: args.Recipe = "focus",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     rows: Annotated[

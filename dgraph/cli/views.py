@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.output import columns, print_json, print_listing, status, write_page
 
@@ -101,7 +102,7 @@ def diff(
 
 def explain(
     model: given.Model,
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    recipe: args.Recipe = "focus",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,
     buckets: given.Buckets = None,

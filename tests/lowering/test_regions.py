@@ -132,7 +132,7 @@ def test_the_layers_of_a_program_share_their_functions(dense: dict[str, Graph], 
 
 
 def test_an_unknown_backend() -> None:
-    with pytest.raises(InputError, match=r"backend must be one of 'inductor', 'eager', got 'cuda'"):
+    with pytest.raises(InputError, match=r"backend must be one of 'inductor', 'eager', 'auto', got 'cuda'"):
         RegionCompiler("cuda")
 
 
