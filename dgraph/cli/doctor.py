@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
 import random
 import shutil
+import subprocess
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +28,18 @@ if TYPE_CHECKING:
 OPTIONAL = {"triton": "kernels for a GPU; a CPU needs none"}
 """Packages of the extra `gpu`, without which dgraph runs on a CPU, and their uses."""
 
+PROBE = """
+#include <cmath>
+#include <vector>
+extern "C" int answer(int last) {
+    std::vector<int> sums(last + 1, 0);
+    for (int i = 1; i <= last; ++i) sums[i] = sums[i - 1] + i;
+    return sums[last];
+}
+"""
+"""A text for the C++ compiler."""
+SECONDS = 60
+"""Seconds that the compiler may take for it."""
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -39,15 +53,19 @@ class Check:
     advice: str = ""
 
 
-def doctor(json: given.Json = False) -> None:
+def doctor(
+    full: Annotated[bool, typer.Option("--full", help="Also compile a region by Inductor, half a minute.")] = False,
+    json: given.Json = False,
+) -> None:
     """Check versions, compiler, devices, embedded models and the cache. Exit code 1 if something fails.
 
     \b
     dgraph doctor
+    dgraph doctor --full
     """
     checks: list[Check] = []
     with status("checking") as tell:
-        for what, check in CHECKS.items():
+        for what, check in (CHECKS | (SLOW if full else {})).items():
             tell(f"checking {what}")
             checks += check()
     failed = any(c.status == "fail" for c in checks)
@@ -130,22 +148,52 @@ def _pinned_by_torch(name: str) -> SpecifierSet | None:
 
 
 def _compiler() -> Iterator[Check]:
-    """Check the compiler with a small region, compiled in the same way as those of programs."""
+    """Check the compiler with a function of a few lines."""
     names = [n for n in (os.environ.get("CXX"), "g++", "clang++", "c++") if n]
     path = next((found for n in names if (found := shutil.which(n))), None)
     if path is None:
         yield Check("C++ compiler", "fail", "none found", "Install g++ (or set CXX), or run with --backend eager.")
         return
     try:
-        _compile_something()
+        _compile_something(path)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         yield Check("C++ compiler", "fail", f"{path} fails: {reason}", "Repair it, or run with --backend eager.")
     else:
-        yield Check("C++ compiler", "ok", f"{path}, compiles and runs a region")
+        yield Check("C++ compiler", "ok", f"{path}, compiles and runs a function")
 
 
-def _compile_something() -> None:
+def _compile_something(path: str) -> None:
+    """Compile a library with the headers that compiled regions need beside those of torch, and call it.
+
+    path: of the compiler.
+
+    Raises:
+        RuntimeError: the compiler fails, with its first line, or the library gives a wrong result.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "answer.so"
+        flags = ["-std=c++20", "-shared", "-fPIC", *([] if platform.system() == "Darwin" else ["-fopenmp"])]
+        command = [path, *flags, "-x", "c++", "-", "-o", str(library)]
+        done = subprocess.run(command, input=PROBE, text=True, capture_output=True, timeout=SECONDS)
+        if done.returncode:
+            raise RuntimeError(done.stderr or f"exit code {done.returncode}")
+        if ctypes.CDLL(str(library)).answer(4) != 10:
+            raise RuntimeError("a compiled function gave a wrong result")
+
+
+def _region() -> Iterator[Check]:
+    """Check Inductor with a small region, compiled in the same way as those of programs."""
+    try:
+        _compile_region()
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        yield Check("compiled region", "fail", f"Inductor fails: {reason}", "Run with --backend eager.")
+    else:
+        yield Check("compiled region", "ok", "Inductor compiles and runs one")
+
+
+def _compile_region() -> None:
     import torch
 
     from dgraph.private.inductor import compile_region
@@ -255,3 +303,5 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "the artifact cache": _artifacts,
     "the C++ compiler": _compiler,
 }
+SLOW: dict[str, Callable[[], Iterator[Check]]] = {"Inductor": _region}
+"""Checks that `--full` adds."""

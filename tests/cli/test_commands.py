@@ -207,14 +207,14 @@ def test_recipes_passes_and_models(run: Run) -> None:
 def test_doctor_says_what_is_there_and_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from dgraph.cli import doctor
 
-    monkeypatch.setattr(doctor, "_compile_something", lambda: None)
+    monkeypatch.setattr(doctor, "_compile_something", lambda path: None)
     found = one_object(run("doctor", "--json"))
     names = {c["name"]: c["status"] for c in found["checks"]}
     assert found["ok"]
     assert {"python", "torch", "transformers", "triton", "C++ compiler", "model tiny_sdar", "cache"} <= set(names)
     assert set(names.values()) <= {"ok", "warn"}
 
-    def broken() -> None:
+    def broken(path: str = "") -> None:
         raise RuntimeError("no such header: omp.h\nand more")
 
     monkeypatch.setattr(doctor, "_compile_something", broken)
@@ -224,6 +224,23 @@ def test_doctor_says_what_is_there_and_what_to_do(run: Run, monkeypatch: pytest.
     assert line.split()[1:3] == ["C++", "compiler"]
     assert line.endswith("fails: no such header: omp.h")
     assert "--backend eager" in result.stdout
+    monkeypatch.setattr(doctor, "_compile_region", broken)
+    (check,) = doctor.SLOW["Inductor"]()
+    assert (check.status, check.found) == ("fail", "Inductor fails: no such header: omp.h")
+
+
+def test_doctor_compiles_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dgraph.cli import doctor
+
+    (check,) = doctor.CHECKS["the C++ compiler"]()
+    assert check.status == "ok"
+    assert check.found.endswith("compiles and runs a function")
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho no such option >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    (check,) = doctor.CHECKS["the C++ compiler"]()
+    assert (check.status, check.found) == ("fail", f"{broken} fails: no such option")
 
 
 @pytest.mark.parametrize(("pinned", "status"), [([], "ok"), (["triton==VERSION"], "ok"), (["triton==3.5.9"], "warn")])
