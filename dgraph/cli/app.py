@@ -41,6 +41,7 @@ COMMANDS = {
     "calibrate": "calibrate:calibrate",
     "quantize": "quantize:quantize",
     "profile": "profile:profile",
+    "recommend": "recommend:recommend",
     "cache": "cache:app",
     "bench": "bench:app",
     "simulate": "simulate:simulate",

@@ -127,6 +127,8 @@ def tell_backend(context: typer.Context, optimized: CompiledModel, **instead: An
 def command_line(context: typer.Context, name: str, *more: str, **instead: Any) -> str:
     """The command line of another command with the options that were given to this one, as far as it has them.
 
+    The form of the output (--json) is not among them.
+
     Args:
         context: of this command, which ran with them.
         name: of the other command.
@@ -138,7 +140,7 @@ def command_line(context: typer.Context, name: str, *more: str, **instead: Any) 
     known, there = {param.name for param in Imported()[name].params}, {**said(context), **instead}
     words = ["dgraph", name]
     for param in context.command.params:
-        if param.name not in known or param.name not in there:
+        if param.name not in known or param.name not in there or param.name == "json":
             continue
         value = there[param.name]
         for one in value if isinstance(value, (list, tuple)) else [value]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,14 +11,11 @@ import typer
 from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.output import check_file, plain, print_table, print_text, status, write_file
-from dgraph.cli.units import size_text
+from dgraph.cli.units import read_size, size_text
 from dgraph.errors import InputError
 
 if TYPE_CHECKING:
     from dgraph.engine.memory.profile import Profile
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(|K|M|G)(?:i?B)?")
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def profile(
@@ -68,7 +64,11 @@ def profile(
     import dgraph
     from dgraph.engine.memory.profile import profile as run
 
-    options, facts, limit = given.recipe_options(recipe, option, kv_dtype), given.facts(fact), _size(memory)
+    options, facts, limit = (
+        given.recipe_options(recipe, option, kv_dtype),
+        given.facts(fact),
+        read_size("--memory", memory),
+    )
     if json is not None:
         check_file("--json", json)
     if shape and facts:
@@ -95,20 +95,6 @@ def profile(
     if json is not None:
         text = jsonlib.dumps(plain(_facts(found)), indent=1, allow_nan=False)
         write_file("--json", json, f"{text}\n")
-
-
-def _size(text: str | None) -> int | None:
-    """Bytes from `24G`, `512M` or a number.
-
-    Raises:
-        InputError: none of these.
-    """
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not (size := int(float(match[1]) * _UNITS[match[2]])):
-        raise InputError(f"--memory takes a number of bytes of at least 1, as 24G, 512M or 1000000, got {text!r}.")
-    return size
 
 
 def _shape(name: str, dtype: str | None, device: str | None) -> Any:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
+
+from dgraph.errors import InputError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(|K|M|G)(?:i?B)?")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def size_text(size: float) -> str:
@@ -25,3 +31,17 @@ def ago(moment: float) -> str:
 def date(moment: float) -> str:
     """Date and local time of a moment, which is given in seconds since 1970."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def read_size(option: str, text: str | None) -> int | None:
+    """Bytes from `24G`, `512M` or a number; None for None.
+
+    Raises:
+        InputError: none of these.
+    """
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not (size := int(float(match[1]) * _UNITS[match[2]])):
+        raise InputError(f"{option} takes a number of bytes of at least 1, as 24G, 512M or 1000000, got {text!r}.")
+    return size

@@ -36,10 +36,10 @@ class Compilation:
     """Everything that a caller says about how a program is compiled.
 
     Attributes:
-        backend: "inductor", "eager" to run op by op, or "auto". On one CPU that is "inductor" if all code of the
-            program is in the artifact cache, and "eager" otherwise, so that a first answer waits for no compiler. A
-            program runs by one of them throughout; `CompiledModel.compiler.backend` says which, since results may
-            differ in the last bits. On a GPU and over ranks it is "inductor".
+        backend: "inductor", "eager" to run op by op, or "auto", so that a first answer waits for no compiler. On a CPU
+            "auto" is "inductor" if all code of the program is in the artifact cache, and "eager" otherwise. A program
+            runs by one of them throughout; `CompiledModel.compiler.backend` says which, since results may differ in
+            the last bits. On a GPU and over ranks it is "inductor".
         buckets: row counts to pad to: "exact", "hybrid", "fine" or a list (see `Buckets`); None for "exact" on a CPU
             and "hybrid" on a GPU.
         graphs: on a GPU, replay the stages of a step, and forwards of prompts of few rows, as CUDA graphs, one per

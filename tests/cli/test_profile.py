@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dgraph.cli.profile import _size
+from dgraph.cli.units import read_size
 from dgraph.engine.memory.profile import Profile
 from dgraph.engine.scheduling.cost_model import CostModel
 from dgraph.errors import InputError
@@ -66,13 +66,13 @@ def test_what_does_not_fit_is_said(run: Run, folder: Path) -> None:
     ("text", "size"), [("24G", 24 << 30), ("1.5GiB", 3 << 29), ("512 MB", 512 << 20), ("1000", 1000), (None, None)]
 )
 def test_sizes(text: str | None, size: int | None) -> None:
-    assert _size(text) == size
+    assert read_size("--memory", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "many", "3T", "G"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(InputError, match="--memory takes a number of bytes"):
-        _size(text)
+        read_size("--memory", text)
 
 
 @pytest.mark.parametrize(

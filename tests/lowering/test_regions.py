@@ -13,7 +13,7 @@ from dgraph.ir.graph import Graph
 from dgraph.lowering import inductor
 from dgraph.lowering.buckets import Buckets
 from dgraph.lowering.executor import LoweredProgram
-from dgraph.lowering.regions import RegionCompiler, region_text
+from dgraph.lowering.regions import NotStored, RegionCompiler, region_text
 from dgraph.lowering.schedule import Region, schedule
 from dgraph.ops import OPS
 from tests.passes.scene import Scene
@@ -339,3 +339,17 @@ def first(step: Scene, sequences: int) -> dict[str, Tensor]:
     cut["cu_rows"] = sequences + 1
     per_row = ("input_ids", "positions", "limit", "candidate", "temperature", "seed")
     return {n: v[:rows] if n in per_row else v[: cut[n]] if n in cut else v for n, v in inputs.items()}
+
+
+def test_auto_loads_what_is_compiled_and_raises_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "_COMPILED", {})
+    graph = small(factor=3.25)
+    (region,) = regions_of(graph)
+    waiting = RegionCompiler("auto")
+    assert (waiting.backend, waiting.stored_only) == ("inductor", True)
+    with pytest.raises(NotStored, match="rms_norm"):
+        waiting.function(graph, region)
+    assert (waiting.compiled, waiting.loaded) == ([], [])
+    made = RegionCompiler("inductor").function(graph, region)
+    assert waiting.function(graph, region) is made
+    assert (waiting.compiled, len(waiting.loaded)) == ([], 1)
