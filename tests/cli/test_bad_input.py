@@ -50,7 +50,7 @@ GENERATE = [
     ((*PROMPT, "--steps", 0), ("at least 1, got 0",)),
     ((*PROMPT, "--block-length", 0), ("block_length must be at least 1, got 0",)),
     ((*PROMPT, "--temperature", -1), ("temperature is a finite number, at least 0",)),
-    ((*PROMPT, "--backend", "indcutor"), ("backend must be one of 'inductor', 'eager', got 'indcutor'",)),
+    ((*PROMPT, "--backend", "indcutor"), ("backend must be one of 'inductor', 'eager', 'auto', got 'indcutor'",)),
     ((*PROMPT, "--buckets", "some"), ("buckets must be 'exact'", "got 'some'")),
     ((*PROMPT, "--buckets", "0"), ("buckets must be 'exact'", "got [0]")),
     ((*PROMPT, "--dtype", "int8"), ("unknown dtype 'int8'", "float32")),
