@@ -52,7 +52,7 @@ def captured_before(captured: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"block_cache": "on"}, InputError, r"block_cache must be one of 'off', 'dc', 'dc\+', got 'on'"),
         ({"recommit": "no"}, InputError, r"recommit must be True or False, got 'no'"),
         ({"max_num_logits": 0}, InputError, r"max_num_logits .* at least 1, got 0"),
-        ({"backend": "indcutor"}, InputError, r"backend must be one of 'inductor', 'eager', got 'indcutor'"),
+        ({"backend": "indcutor"}, InputError, r"backend must be one of 'inductor', 'eager', 'auto', got 'indcutor'"),
         ({"buckets": "big"}, InputError, r"buckets must be 'exact', 'hybrid', .* or a list of row counts .*got 'big'"),
         ({"buckets": [0, 8]}, InputError, r"buckets must be .*got \[0, 8\]"),
         ({"warmup": "full"}, InputError, r"warmup must be a WarmUp\(batch=\.\.\.\), or None, got 'full'"),

@@ -179,7 +179,7 @@ BAD = [
     (("--prompt", 5000), ("more than the 256 of sdar", "shorten the prompt")),
     (("--commits", "missing.json"), ("the trace missing.json cannot be read",)),
     (("--buckets", "some"), ("buckets must be 'exact'", "got 'some'")),
-    (("--backend", "indcutor"), ("backend must be one of 'inductor', 'eager', got 'indcutor'",)),
+    (("--backend", "indcutor"), ("backend must be one of 'inductor', 'eager', 'auto', got 'indcutor'",)),
     (("--dtype", "int8"), ("unknown dtype 'int8'",)),
     (("--device", "cuda:99"), ("device 'cuda:99' cannot be used",)),
     (("--json", "no/such/out.json"), ("--json no/such/out.json cannot be written",)),
