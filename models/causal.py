@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError
 from dgraph.families.causal import Causal
+from dgraph.families.hub import folder_of_id, is_id
 from dgraph.models.objects import read_config
 from dgraph.models.tokenizer import FileTokenizer, read_tokenizer
 
@@ -34,14 +35,14 @@ def causal(name: str, model: Any, tokenizer: FileTokenizer, files: list[Path]) -
 
 
 def checkpoint(name: str, dtype: torch.dtype | None, device: torch.device) -> Causal | None:
-    """A folder of any causal class that transformers has; see `dgraph.families.causal.Loader`.
+    """A folder of any causal class that transformers has, or the id of one; see `dgraph.families.causal.Loader`.
 
     Code that comes with a checkpoint is not run.
 
     Raises:
         CheckpointError: transformers cannot read it, tensors are missing, or it has no tokenizer.
     """
-    folder = Path(name).absolute()
+    folder = folder_of_id(name) if is_id(name) else Path(name).absolute()
     if not (folder / "config.json").is_file():
         return None
     read_config(folder)

@@ -25,6 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 collect_ignore = ["released"]  # run by test_methods.py, as packages that are installed
 
+os.environ["DGRAPH_DOWNLOAD"] = "0"  # no test asks the hub, unless it has one of its own
 os.environ.pop("COLUMNS", None)  # which readline sets in whoever imports it, and workers inherit
 
 # Compiled modules are kept, whatever the caller's environment says: each process that a test starts, and each

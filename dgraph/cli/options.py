@@ -25,13 +25,29 @@ CHOICE = "NAME[:KEY=VALUE,...]"
 FORMAT = "FORMAT[:KEY=VALUE,...]"
 """Form of the text that gives the storage of weights; see `dgraph.compiler.base_graph.quantising`."""
 
+MODEL = (
+    "Name of an embedded model, a checkpoint folder or GGUF file, or ORG/NAME[@REVISION] on Hugging Face, from its cache "
+    "or downloaded."
+)
+"""Help for an argument that names a model."""
+
+
+def fetched(context: typer.Context, model: str) -> str:
+    """A model's name, its checkpoint downloaded if it is an id of one: before a status line, for its bars."""
+    from dgraph.families.hub import folder_of_id, is_id
+
+    if not context.resilient_parsing and is_id(model):
+        folder_of_id(model)
+    return model
+
+
 Model = Annotated[
     str,
     typer.Argument(
-        help="Name of an embedded model, a checkpoint folder, or ORG/NAME in the cache of Hugging Face "
-        "(DGRAPH_DOWNLOAD=1 downloads what is not there).",
+        help=MODEL,
         show_default=False,
         autocompletion=completing("models"),
+        callback=fetched,
     ),
 ]
 Options = Annotated[

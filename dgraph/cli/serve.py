@@ -32,7 +32,7 @@ REPLICAS = "Replicas"
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Name of an embedded model, or a checkpoint folder.")] = MODEL,
+    model: Annotated[str, typer.Argument(help=given.MODEL, callback=given.fetched)] = MODEL,
     recipe: Annotated[
         list[str] | None,
         typer.Option(

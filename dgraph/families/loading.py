@@ -13,7 +13,7 @@ from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName
 from dgraph.families.adapters import merged
 from dgraph.families.architectures import unsupported
 from dgraph.families.family import GROUP, Model, Tokenizer, embedded, families
-from dgraph.families.hub import CONFIG, folder_of_id, is_id
+from dgraph.families.hub import CONFIG, folder_of_id, is_id, name_of_id
 from dgraph.families.pipelines import INDEX, pipeline_of
 from dgraph.families.weights import read_all, weights_of
 from dgraph.plans.calibration import FILE, apply_calibration
@@ -114,7 +114,7 @@ def load(
             read_all(weights_of(found.module, found.prefix), found.weights)
             found = replace(found, weights=found.weights.quantised())
         if isinstance(name, str) and is_id(name):
-            found = replace(found, name=name.rpartition("/")[2])  # the folder's is that of a revision
+            found = replace(found, name=name_of_id(name))  # the folder's is that of a revision
         found = _adapted(found, folder)
         return found if "layer_importance" in facts else _calibrated(found, folder)
     raise CheckpointError(f"no family loads {folder}: {unsupported(place / CONFIG, families().values())}")

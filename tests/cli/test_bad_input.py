@@ -165,7 +165,7 @@ def test_broken_checkpoints(run: Run, tmp_path_factory: pytest.TempPathFactory, 
 
 
 def test_an_id_that_is_not_in_the_cache(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DGRAPH_DOWNLOAD", raising=False)
+    monkeypatch.setenv("DGRAPH_DOWNLOAD", "0")
     told = "an-org/no-model is not a checkpoint folder, and none of that id is in the local cache of Hugging Face"
     refused(run("generate", "an-org/no-model", *PROMPT), told)
 
