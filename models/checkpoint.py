@@ -17,6 +17,7 @@ from dgraph.families.quantised import PARTS, Format
 from dgraph.families.weights import Stored, WeightSource, hollow
 from dgraph.models import difference
 from dgraph.models.files import read_files, weight_files
+from dgraph.models.gguf_file import is_gguf, own_dtype, tensors_of
 from dgraph.models.layouts import Quantised
 from dgraph.models.matching import Layout, as_named, match, with_own_prefix
 from dgraph.models.native import with_ids
@@ -79,7 +80,7 @@ def open_weights(
 
     Args:
         model: with an attribute `config` and a method `tie_weights`.
-        folder: with *.safetensors.
+        folder: with *.safetensors; or a GGUF file.
         base: as `read_folder` gave it.
         dtype: dtype of the weights in memory; None for the checkpoint's own.
         device: device of the weights.
@@ -94,9 +95,14 @@ def open_weights(
             of the shards. Weights that are quantised in a way that is not known, see `dgraph.models.quantised`.
     """
     config = read_config(folder)
-    files = [] if base is not None else weight_files(folder, config.get("transformers_weights"))
-    read = read_files(files) if base is None else difference.read(folder, base)
-    tensors: Mapping[str, Tensor | Quantised] = with_own_prefix(read, model, layout)
+    files = [folder] if is_gguf(folder) else []
+    read: Mapping[str, Stored] = tensors_of(folder) if files else {}
+    if base is not None:
+        read = difference.read(folder, base)
+    elif not files:
+        files = weight_files(folder, config.get("transformers_weights"))
+        read = read_files(files)
+    tensors: Mapping[str, Stored | Quantised] = with_own_prefix(read, model, layout)
     if settings := settings_of(config):
 
         def embeddings(there: Container[str]) -> set[str]:
@@ -108,9 +114,12 @@ def open_weights(
         tensors = without_zero_biases(tensors, settings, asked, f"checkpoint {folder}")
     shards = files[0].name if len(files) == 1 else "its shards"
     belong = f"Its config.json and {shards} do not belong together; fetch or export the checkpoint again."
+    belong = "Convert or fetch it again." if is_gguf(folder) else belong
     names = match(model, layout(model, tensors), tensors, f"checkpoint {folder}", belong)
-    plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    dtype = dtype or next(tensor.dtype for name, tensor in plain.items() if name.endswith("weight"))
+    plain = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Quantised)}
+    dtype = dtype or (
+        own_dtype(plain) if is_gguf(folder) else next(t.dtype for name, t in plain.items() if name.endswith("weight"))
+    )
     make_hollow(model, dtype, device)
     model.tie_weights()
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -27,7 +27,7 @@ FACTS: dict[str, Any] = {
 NATIVE = "LlamaForCausalLM"
 
 # Native config key -> LLaDA's.
-_KEYS = {
+KEYS = {
     "hidden_size": "d_model",
     "num_attention_heads": "n_heads",
     "num_hidden_layers": "n_layers",
@@ -91,7 +91,7 @@ def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
         require_size(config, key)
     if config.get("mlp_hidden_size") is None and config.get("mlp_ratio") and config.get("d_model"):
         config = {**config, "mlp_hidden_size": int(config["mlp_ratio"] * config["d_model"])}
-    if missing := [key for key in _KEYS.values() if config.get(key) is None]:
+    if missing := [key for key in KEYS.values() if config.get(key) is None]:
         raise CheckpointError(f"{', '.join(missing)} is missing.")
     heads, kv_heads = config["n_heads"], config.get("n_kv_heads")
     if kv_heads is None:
@@ -100,7 +100,7 @@ def translate(config: dict[str, Any], folder: str) -> dict[str, Any]:
     rows = config.get("embedding_size") or config.get("vocab_size")
     eos = config.get("eos_token_id")
     return {
-        **{native: config[key] for native, key in _KEYS.items()},
+        **{native: config[key] for native, key in KEYS.items()},
         "num_key_value_heads": kv_heads,
         "vocab_size": rows,
         "tie_word_embeddings": config.get("weight_tying", True),

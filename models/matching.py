@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError, warn
+from dgraph.families.weights import Stored
 from dgraph.models.layouts import Quantised
 
 # The names in a checkpoint of the tensors that make each tensor of a model, given the model and the names there.
@@ -37,7 +38,7 @@ class _Everything(Container[str]):
         return True
 
 
-def with_own_prefix(tensors: Mapping[str, Tensor], model: nn.Module, layout: Layout) -> dict[str, Tensor]:
+def with_own_prefix(tensors: Mapping[str, Stored], model: nn.Module, layout: Layout) -> dict[str, Stored]:
     """Tensors by the names that a model asks for, where theirs have the base model's prefix too many or too few.
 
     Args:
@@ -60,7 +61,7 @@ def with_own_prefix(tensors: Mapping[str, Tensor], model: nn.Module, layout: Lay
 
 
 def match(
-    model: Any, layout: Mapping[str, Sequence[str]], tensors: Mapping[str, Tensor | Quantised], what: str, advice: str
+    model: Any, layout: Mapping[str, Sequence[str]], tensors: Mapping[str, Stored | Quantised], what: str, advice: str
 ) -> dict[str, list[str]]:
     """Find which of the tensors each one of a model consists of: its name -> theirs, for those that are there.
 
@@ -99,7 +100,7 @@ def match(
         "not floating-point": [
             f"{name} is {tensor.dtype}"
             for name, tensor in tensors.items()
-            if name in shapes and isinstance(tensor, Tensor) and not tensor.dtype.is_floating_point
+            if name in shapes and not isinstance(tensor, Quantised) and not tensor.dtype.is_floating_point
         ],
     }
     for kind, which in problems.items():
@@ -131,7 +132,7 @@ def _untie(model: Any) -> None:
         model.config = replace(model.config, tie_word_embeddings=False)
 
 
-def _same(tensors: Mapping[str, Tensor | Quantised], one: Sequence[str], other: Sequence[str]) -> bool:
+def _same(tensors: Mapping[str, Stored | Quantised], one: Sequence[str], other: Sequence[str]) -> bool:
     """Compare the numbers of two weights, quantised ones as they are stored."""
     for first, second in zip((tensors[name] for name in one), (tensors[name] for name in other), strict=True):
         if first is second or (isinstance(first, Quantised) and isinstance(second, Quantised)):

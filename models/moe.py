@@ -24,7 +24,7 @@ from dgraph.families import Model
 from dgraph.models.checkpoint import WithOwnKeys, open_weights, read_folder, restore_buffers
 from dgraph.models.matching import as_named, match
 from dgraph.models.native import config_of, native_spec
-from dgraph.models.objects import architectures_of, describing
+from dgraph.models.objects import architectures_of, describing, source_of
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
 
@@ -244,9 +244,9 @@ class MoEFamily:
         if not set(self.architectures) & set(architectures_of(folder)):
             return None
         found = read_folder(folder)
-        with describing(f"{folder}/config.json", self.classes[0]):
+        with describing(source_of(folder), self.classes[0]):
             config = self.translate(found.config, str(folder))
-            built = self.build(config, f"{folder}/config.json")
+            built = self.build(config, source_of(folder))
         weights, dtype = open_weights(built, folder, found.base, dtype, device, layout)
         model = self.model(folder.name, built, config, dtype, **facts)
         return replace(model, tokenizer=found.tokenizer, weights=weights)

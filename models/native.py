@@ -20,7 +20,7 @@ import dgraph.ops  # noqa: F401  (registers dgraph::attention)
 from dgraph.errors import CaptureError, CheckpointError, InputError, warn
 from dgraph.families import ChatTokenizer, Model
 from dgraph.families.adapters import LowRank
-from dgraph.models.objects import architectures_of
+from dgraph.models.objects import architectures_of, source_of
 from dgraph.models.rotation import check_rotation
 from dgraph.spec import ModelSpec, given_as
 
@@ -284,7 +284,7 @@ class NativeFamily:
         if architecture not in NATIVE:
             return None
         found = read_folder(folder)
-        model = build_native(architecture, found.config, f"{folder}/config.json")
+        model = build_native(architecture, found.config, source_of(folder))
         weights, dtype = open_weights(model, folder, found.base, dtype, device)
         spec = native_spec(WithOwnKeys(model.config, found.config), self.name, dtype, **facts)
         _warn_of_causal(f"{folder}, a {architecture}", found.config, facts)

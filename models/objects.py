@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dgraph.errors import CheckpointError, DgraphError
+from dgraph.models.gguf_file import config_of, is_gguf
 
 GENERATION = "generation_config.json"
 
@@ -51,12 +52,19 @@ def _check_numbers(value: dict[str, Any], path: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder.
+    """config.json of a folder, or what stands for it in a GGUF file.
 
     Raises:
         CheckpointError: see `read_object`.
     """
+    if is_gguf(folder):
+        return config_of(folder)
     return read_object(folder / "config.json", "the model's settings")
+
+
+def source_of(folder: Path) -> str:
+    """The file that `read_config` reads, for messages."""
+    return str(folder if is_gguf(folder) else folder / "config.json")
 
 
 @contextlib.contextmanager
@@ -84,7 +92,5 @@ def architectures_of(folder: Path) -> tuple[str, ...]:
     """
     named = read_config(folder).get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
-        raise CheckpointError(
-            f"{folder / 'config.json'}: architectures is {named!r}, expected a list of names of classes."
-        )
+        raise CheckpointError(f"{source_of(folder)}: architectures is {named!r}, expected a list of names of classes.")
     return tuple(named)

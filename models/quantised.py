@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from dgraph.errors import CheckpointError
+from dgraph.families.weights import Stored
 from dgraph.models import layouts
 from dgraph.models.layouts import Layout, Module, Quantised
 
@@ -33,11 +34,11 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def find_quantised(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Stored],
     settings: Mapping[str, Any],
     what: str,
     embeddings: Callable[[Container[str]], Container[str]] = lambda there: (),
-) -> dict[str, Tensor | Quantised]:
+) -> dict[str, Stored | Quantised]:
     """A checkpoint's tensors by name, of quantised layers one `Quantised` under the weight's name in place of all.
 
     Modules whose weight is stored as it is (those that the settings ignore, or do not convert) keep it.
@@ -63,10 +64,10 @@ def find_quantised(
     try:
         layout = METHODS[method](settings)
         modules: dict[str, dict[str, Tensor]] = {}
-        found: dict[str, Tensor | Quantised] = {}
+        found: dict[str, Stored | Quantised] = {}
         for name, tensor in tensors.items():
             module, _, leaf = name.rpartition(".")
-            if leaf in layout.leaves:
+            if leaf in layout.leaves and isinstance(tensor, Tensor):
                 modules.setdefault(module, {})[leaf] = tensor
             elif leaf not in layouts.UNREAD:
                 found[name] = tensor
@@ -85,8 +86,8 @@ def find_quantised(
 
 
 def without_zero_biases(
-    tensors: Mapping[str, Tensor | Quantised], settings: Mapping[str, Any], asked: Container[str], what: str
-) -> dict[str, Tensor | Quantised]:
+    tensors: Mapping[str, Stored | Quantised], settings: Mapping[str, Any], asked: Container[str], what: str
+) -> dict[str, Stored | Quantised]:
     """Drop biases of zeros, which AutoGPTQ stores for each layer that it quantises, where the model's layer has none.
 
     Args:
@@ -112,7 +113,7 @@ def without_zero_biases(
     return {name: of for name, of in tensors.items() if name not in biases}
 
 
-def stack_parts(name: str, blocks: Sequence[Tensor | Quantised]) -> list[Quantised] | None:
+def stack_parts(name: str, blocks: Sequence[Stored | Quantised]) -> list[Quantised] | None:
     """Quantised weights that a tensor of a model is read from; None if it is not stored quantised.
 
     Blocks of a stack get scales by rows, unless their rows are whole blocks of scales, and zeros if some have them.

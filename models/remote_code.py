@@ -23,7 +23,7 @@ from dgraph.models.adapters import read_adapter
 from dgraph.models.checkpoint import WithOwnKeys, build_native, open_weights, read_folder, restore_buffers
 from dgraph.models.matching import match
 from dgraph.models.native import PREFIX, Forward, config_of, native_spec
-from dgraph.models.objects import architectures_of, describing
+from dgraph.models.objects import architectures_of, describing, source_of
 from dgraph.models.rotation import check_rotation
 from dgraph.models.tiny import FACTS as TINY_FACTS
 from dgraph.models.tiny import build_tiny
@@ -107,7 +107,7 @@ class RemoteCodeFamily:
         """See `Family.open`."""
         if self.remote not in architectures_of(folder):
             return None
-        found, source = read_folder(folder), f"{folder}/config.json"
+        found, source = read_folder(folder), source_of(folder)
         config = self._translated(found.config, str(folder), source)
         native = self.build(config, source)
         weights, dtype = open_weights(native, folder, found.base, dtype, device, self._stored)

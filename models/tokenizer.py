@@ -14,6 +14,7 @@ from typing import Any
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import check_text
 from dgraph.models.chat import DEFAULT, ChatTemplates, Message, text_of
+from dgraph.models.gguf_file import is_gguf, open_file
 from dgraph.models.literal import Literals
 from dgraph.models.token_bounds import BYTE_NAMES, longest_token
 
@@ -335,11 +336,13 @@ _AT_ONCE = 2000
 
 
 def read_tokenizer(folder: Path) -> FileTokenizer | None:
-    """The tokenizer of a folder as transformers reads it, or None if it has none. Code in the folder is not run.
+    """The tokenizer of a folder or GGUF file as transformers reads it, or None if it has none. Code there is not run.
 
     Raises:
         CheckpointError: its files are damaged, or its chat template cannot be compiled.
     """
+    if is_gguf(folder):
+        return _of_gguf(folder)
     there = [names for names in _FILES if all((folder / name).is_file() for name in names)]
     try:
         load = _loader(folder, there[0]) if there else None
@@ -349,6 +352,27 @@ def read_tokenizer(folder: Path) -> FileTokenizer | None:
     except Exception as error:  # tokenizers raises nothing more special
         reason = " ".join(str(error).split())
         raise CheckpointError(f"the tokenizer of {folder} cannot be read: {reason}") from error
+
+
+def _of_gguf(file: Path) -> FileTokenizer | None:
+    """The tokenizer beside a GGUF file, which is the original, or what transformers makes of the file's own."""
+    from transformers import PreTrainedTokenizerFast
+
+    if (file.parent / _WHOLE[0]).is_file():
+        return read_tokenizer(file.parent)
+    if "tokenizer.ggml.model" not in open_file(file).fields:
+        return None
+    try:
+        loaded: Any = PreTrainedTokenizerFast.from_pretrained(
+            str(file.parent), gguf_file=file.name, local_files_only=True
+        )
+        return _wrapped(loaded, _backend(loaded))
+    except Exception as error:  # tokenizers raises nothing more special
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"the tokenizer within {file} cannot be read: {reason}. Put tokenizer.json and tokenizer_config.json of "
+            f"the model that it was made from beside it."
+        ) from error
 
 
 _WHOLE, _BYTE_LEVEL = ("tokenizer.json",), ("vocab.json", "merges.txt")

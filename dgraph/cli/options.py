@@ -26,8 +26,8 @@ FORMAT = "FORMAT[:KEY=VALUE,...]"
 """Form of the text that gives the storage of weights; see `dgraph.compiler.base_graph.quantising`."""
 
 MODEL = (
-    "Name of an embedded model, a checkpoint folder or GGUF file, or ORG/NAME[@REVISION] on Hugging Face, from its cache "
-    "or downloaded."
+    "Name of an embedded model, a checkpoint folder or GGUF file, or ORG/NAME[@REVISION] on Hugging Face, from its "
+    "cache or downloaded."
 )
 """Help for an argument that names a model."""
 

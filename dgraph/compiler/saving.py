@@ -176,6 +176,8 @@ def save_quantised(
         if native not in formats and name.endswith(".weight") and tensor.dim() == 2
     ]
     folder = folder_of(model)
+    if folder.is_file():
+        raise InputError(f"{model} is a GGUF file; give the folder with safetensors that it was made from.")
     if (folder / DIFFERENCE).is_file():
         raise InputError(f"{model} is stored as a difference from its base, and has its tokenizer; give a whole one.")
     if not (folder / CONFIG).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from dgraph.families.weights import read_all, weights_of
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
 from dgraph.spec import FACTS
+
+GGUF = ".gguf"
+"""Suffix of files of llama.cpp, which hold a whole checkpoint; see `dgraph.models.gguf_file`."""
+_LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def resolve(
@@ -158,7 +163,8 @@ def tokenizer_of(given: Any) -> Tokenizer:
 
 def _stored_dtype(model: Model) -> torch.dtype | None:
     """The dtype in which a checkpoint stores the weights that are not quantised, as its largest one has it."""
-    plain = [] if model.weights is None else [tensor for _, _, tensor in model.weights.stored()]
+    found = () if model.weights is None else model.weights.stored()
+    plain = [tensor for _, _, tensor in found if tensor.dim() > 1]
     return max(plain, key=torch.Tensor.numel).dtype if plain else None
 
 
@@ -189,7 +195,7 @@ def _place(device: torch.device) -> tuple[str, int]:
 
 
 def folder_of(name: str | Path) -> Path:
-    """The folder of an embedded model or a checkpoint, read no further than that it may be one.
+    """The folder of an embedded model or a checkpoint, or its GGUF file, read no further than that it may be one.
 
     Raises:
         UnknownName, CheckpointError: no such model, or no such folder; an id of a checkpoint that is not in the cache,
@@ -198,19 +204,34 @@ def folder_of(name: str | Path) -> Path:
     if isinstance(name, str) and is_id(name):
         return folder_of_id(name)
     folder = embedded()[str(name)].folder if str(name) in embedded() else Path(os.path.abspath(name))
+    if folder.suffix == GGUF and folder.is_file():
+        return folder
     if not folder.is_dir():
         if "/" in str(name) or folder.exists():
             raise CheckpointError(
-                f"{name} is not a checkpoint folder. Give a folder with config.json, or one of: "
+                f"{name} is not a checkpoint folder. Give a folder with config.json, a GGUF file, or one of: "
                 f"{', '.join(embedded())}."
             )
         raise UnknownName("model", str(name), embedded())
+    if files := _gguf_alone(folder):
+        if len(files) > 1:
+            raise CheckpointError(
+                f"{folder} has several GGUF files: {', '.join(p.name for p in files[:6])}. Give the path of one."
+            )
+        return files[0]
     if not any((folder / name).is_file() for name in (CONFIG, INDEX)):
         below = f" Give one of the revisions in {folder / 'snapshots'}." if (folder / "snapshots").is_dir() else ""
         raise CheckpointError(
             f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.{below}"
         )
     return folder
+
+
+def _gguf_alone(folder: Path) -> list[Path]:
+    """The GGUF files of a folder without other weights; of shards the first."""
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        return []
+    return [p for p in sorted(folder.glob(f"*{GGUF}")) if not _LATER_SHARD.search(p.name)]
 
 
 def _adapted(model: Model, folder: Path | None = None) -> Model:
