@@ -23,8 +23,12 @@ from torch import Tensor
 from dgraph.errors import CheckpointError
 from dgraph.families.quantised import KINDS, WHOLE, Format, QuantisedWeight, blocks_of, packed, unpacked
 from dgraph.families.weights import Made, Stored, made
+from dgraph.models import e2m1
 
-UNREAD = ("input_scale", "input_zero_point", "activation_scale", "k_scale", "v_scale", "q_scale", "output_scale")
+UNREAD = (
+    *("input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
+    *("k_scale", "v_scale", "q_scale", "output_scale"),
+)
 """Tensors of scales of activations, keys and values, which are not read."""
 
 EMBEDDING = "Embedding"
@@ -106,7 +110,7 @@ class Module:
         Args:
             leaf: the last part of its name.
             dtypes: dtypes that it may have.
-            shape: its shape; None for any of two dimensions.
+            shape: its shape; None for any of two dimensions, () for any of one element.
 
         Raises:
             CheckpointError: missing, or another dtype or shape.
@@ -117,8 +121,9 @@ class Module:
                 f"{self.method} stores it, mean nothing; fetch or export the checkpoint again."
             )
         found = self.tensors[leaf]
-        expected = "two dimensions" if shape is None else list(shape)
-        if found.dtype not in dtypes or (found.dim() != 2 if shape is None else list(found.shape) != list(shape)):
+        expected = "two dimensions" if shape is None else list(shape) or "one number"
+        fits = found.dim() == 2 if shape is None else list(found.shape) == list(shape) if shape else found.numel() == 1
+        if found.dtype not in dtypes or not fits:
             kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise CheckpointError(
                 f"{self.name}.{leaf} is {str(found.dtype).removeprefix('torch.')} {list(found.shape)}, expected "
@@ -186,10 +191,10 @@ def _require(settings: Mapping[str, Any], method: str, key: str, allowed: Sequen
 
 
 def compressed_tensors(settings: Mapping[str, Any]) -> Layout:
-    """Formats "float-quantized", "int-quantized", "naive-quantized" and "pack-quantized" (neuralmagic, RedHatAI)."""
+    """Formats "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", and those of e2m1 (RedHatAI)."""
     groups = settings.get("config_groups") or {}
     formats = {str(g.get("format") or settings.get("format")) for g in groups.values() if isinstance(g, Mapping)}
-    known = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"}
+    known = {"float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *e2m1.FORMATS}
     sparse = (settings.get("sparsity_config") or {}).get("format", "dense")
     transformed = ["transforms"] if settings.get("transform_config") else []
     unknown = sorted(formats - known) + ([] if sparse == "dense" else [str(sparse)]) + transformed
@@ -198,7 +203,7 @@ def compressed_tensors(settings: Mapping[str, Any]) -> Layout:
             f"it is stored by compressed-tensors as {', '.join(unknown) or 'no group of layers'}; dgraph reads "
             f"{', '.join(sorted(known))}."
         )
-    leaves = "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"
+    leaves = "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", e2m1.WHOLE
     return Layout(leaves, lambda module: _compressed(module, _scheme(groups, module)))
 
 
@@ -223,11 +228,13 @@ def _scheme(groups: Mapping[str, Mapping[str, Any]], module: Module) -> Mapping[
 def _compressed(module: Module, scheme: Mapping[str, Any]) -> Quantised:
     bits, type_ = scheme.get("num_bits", 8), scheme.get("type", "int")
     strategy = scheme.get("strategy") or ("tensor" if scheme.get("group_size") is None else "group")
+    if (bits, type_) == (4, "float"):
+        return _e2m1(module)
     kind = {(8, "float"): "fp8", (8, "int"): "int8", (4, "int"): "int4"}.get((bits, type_))
     if kind is None or strategy not in ("tensor", "channel", "group", "block"):
         raise CheckpointError(
             f"{module.name} has weights of type {type_!r} in {bits} bits by {strategy}, which dgraph does not read; it "
-            f"reads 8 bits of 'float', and 8 or 4 of 'int', by tensor, channel, group or block."
+            f"reads 8 or 4 bits of 'float' and of 'int', by tensor, channel, group or block."
         )
     block = (WHOLE, WHOLE) if strategy == "tensor" else (1, WHOLE)
     if strategy == "group":
@@ -254,6 +261,17 @@ def _compressed(module: Module, scheme: Mapping[str, Any]) -> Quantised:
         stored = module.get("weight_zero_point", (torch.int32,), (-(-size[0] * bits // 32), size[1]))
         zeros = Made(size, torch.float32, lambda: _numbers(stored.t(), bits)[:, : size[0]].t().float())
     return weight(kind, (rows, columns), block, numbers, module.scales("weight_scale", (rows, columns), block), zeros)
+
+
+def _e2m1(module: Module) -> Quantised:
+    """NVFP4, whose scales are divided by one of the whole weight, or MXFP4, whose scales are exponents."""
+    codes = module.get("weight_packed", (torch.uint8,))
+    shape = int(codes.shape[0]), 2 * int(codes.shape[1])
+    whole, wide, dtype = None, e2m1.MXFP4, torch.uint8
+    if e2m1.WHOLE in module.tensors:
+        whole, wide, dtype = module.get(e2m1.WHOLE, _FLOATS, ()), e2m1.NVFP4, torch.float8_e4m3fn
+    scales = module.get("weight_scale", (dtype,), blocks_of(shape, (1, wide)))
+    return weight("int8", shape, (1, wide), e2m1.doubled(codes), e2m1.halved(scales, whole, divides=True))
 
 
 def _as_bytes(words: Tensor, columns: int, bits: int) -> Stored:

@@ -11,18 +11,21 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dgraph.errors import CheckpointError
 from dgraph.families.weights import Stored
 from dgraph.models import layouts
 from dgraph.models.layouts import Layout, Module, Quantised
+from dgraph.models.modelopt import modelopt
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any]], Layout]] = {
     "awq": layouts.awq,
     "compressed-tensors": layouts.compressed_tensors,
     "fp8": layouts.block_fp8,
     "gptq": layouts.gptq,
+    "modelopt": modelopt,
     "torchao": layouts.torchao,
 }
 """Layouts, by the `quant_method` that config.json names."""
@@ -74,6 +77,7 @@ def find_quantised(
         embed = embeddings({*found, *(f"{module}.weight" for module in modules)})
         for module, parts in modules.items():
             weight = f"{module}.weight"
+            _refuse_nan(module, parts)
             plain = set(parts) == {"weight"} and parts["weight"].is_floating_point() and parts["weight"].itemsize > 1
             found[weight] = parts["weight"] if plain else layout.make(Module(module, method, parts, weight in embed))
     except CheckpointError as error:
@@ -83,6 +87,17 @@ def find_quantised(
             f"{what}: quantization_config is not as {method!r} writes it ({error}): {dict(settings)!r}."
         ) from error
     return found
+
+
+def _refuse_nan(module: str, parts: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for a tensor of float8 that holds NaN, which no writer means."""
+    for leaf, tensor in parts.items():
+        if tensor.dtype != torch.float8_e4m3fn:
+            continue
+        if count := int((tensor.view(torch.uint8) & 0x7F == 0x7F).sum()):
+            raise CheckpointError(
+                f"{module}.{leaf} has NaN in {count} of its float8 numbers; fetch or export the checkpoint again."
+            )
 
 
 def without_zero_biases(

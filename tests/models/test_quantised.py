@@ -362,8 +362,8 @@ def test_a_damaged_tensor_is_named(name: str, tmp_path: Path) -> None:
         ),
         (
             "compressed int4",
-            {"format": "nvfp4-pack-quantized"},
-            "compressed-tensors as nvfp4-pack-quantized; dgraph reads",
+            {"format": "marlin-24"},
+            "compressed-tensors as marlin-24; dgraph reads",
         ),
         ("compressed int4", {"config_groups": {}}, "compressed-tensors as no group of layers"),
         ("compressed int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "as sparse-24-bitmask; dgraph reads"),
