@@ -16,6 +16,7 @@ from dgraph.families.architectures import unsupported
 from dgraph.families.family import GROUP, Model, Tokenizer, embedded, families
 from dgraph.families.hub import CONFIG, folder_of_id, is_id, name_of_id
 from dgraph.families.pipelines import INDEX, pipeline_of
+from dgraph.families.room import check_room
 from dgraph.families.weights import read_all, weights_of
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
@@ -116,7 +117,9 @@ def load(
             found = replace(found, name=folder.name, spec=replace(found.spec, rule=pipeline.rule))
         found = _with_low_rank(found, low_rank, folder)
         if found.weights is not None and not opened:
-            read_all(weights_of(found.module, found.prefix), found.weights)
+            hollow = weights_of(found.module, found.prefix)
+            check_room(found.name, hollow, found.weights, target)
+            read_all(hollow, found.weights)
             found = replace(found, weights=found.weights.quantised())
         if isinstance(name, str) and is_id(name):
             found = replace(found, name=name_of_id(name))  # the folder's is that of a revision

@@ -129,13 +129,18 @@ class WeightSource:
             stored[name] = tuple(_changed(block, changes[own]) if own in changes else block for own, block in blocks)
         return WeightSource(stored, self.formats, self._names)
 
+    def stays(self, name: str, like: Tensor) -> bool:
+        """Say if `whole` leaves a weight in the memory where it is stored."""
+        blocks = self._stored.get(name, ())
+        stored = blocks[0] if len(blocks) == 1 else None
+        return isinstance(stored, Tensor) and all(getattr(stored, fact) == getattr(like, fact) for fact in _SAME)
+
     def whole(self, name: str, like: Tensor) -> Tensor:
         """A weight; in the memory where it is stored, if it is stored as one tensor in the dtype and on the device of
         `like`.
         """
-        blocks = self._stored.get(name, ())
-        stored = blocks[0] if len(blocks) == 1 else None
-        if isinstance(stored, Tensor) and all(getattr(stored, fact) == getattr(like, fact) for fact in _SAME):
+        if self.stays(name, like):
+            stored = made(self._stored[name][0])
             self.taken += stored.nbytes
             return stored
         return self.take(name, like, None)
