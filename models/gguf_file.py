@@ -1,8 +1,8 @@
 """GGUF files of llama.cpp, which are read as the checkpoint folders that they were made from.
 
 Fields become the keys of config.json, and tensors get the names of the published checkpoint. Numbers of 16 and 32 bits
-stay in the mapped file. Quantised ones (Q8_0, Q4_K, Q6_K and whatever else the package `gguf` dequantises) are
-dequantised one tensor at a time when they are read: in memory a model takes what its dtype takes.
+stay in the mapped file. Quantised ones (Q8_0, Q4_K, Q6_K and others that the package `gguf` knows) are dequantised one
+tensor at a time when they are read. In memory a model takes what its dtype takes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ PARTS = {
     "ffn_up_exps": "mlp.experts.{}.up_proj",
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
-"""What a file calls the parts of a model, and their names in the native classes; {} is an expert's number."""
+"""Names of parts in a file, and in the native classes; {} is an expert's number."""
 
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 _BLOCK = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -137,7 +137,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 @dataclass(frozen=True, eq=False)
 class File:
-    """What a GGUF file, or the first of several shards, holds.
+    """Contents of a GGUF file, or of several shards.
 
     Attributes:
         path: its path.
