@@ -73,7 +73,9 @@ def test_numbers_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_nvfp4_decodes_as_the_weights_that_it_stands_for(tmp_path: Path) -> None:
     made = [
-        dgraph.optimize(str(folder), "dense", backend="eager").generate(input_ids=[[5, 6, 7, 8]], max_new_tokens=8).token_ids
+        dgraph.optimize(str(folder), "dense", backend="eager")
+        .generate(input_ids=[[5, 6, 7, 8]], max_new_tokens=8)
+        .token_ids
         for folder in folders(tmp_path, LAYOUTS["modelopt nvfp4"])
     ]
     assert made[0] == made[1]
