@@ -26,7 +26,7 @@ from dgraph.cache.store import Store
 from dgraph.compiler.compilation import Compilation, WarmUp
 from dgraph.errors import CacheError, InputError, UnknownName
 from dgraph.families import DIFFERENCE, Model, folder_of
-from dgraph.families.hub import NEEDED
+from dgraph.families.hub import needed
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.passes import PASSES
 from dgraph.passes.base import pass_from_json
@@ -273,8 +273,10 @@ def _digest(said: Mapping[str, Any]) -> str:
 
 def _fingerprints(checkpoint: Path) -> dict[str, str]:
     """Fingerprints of the files of a checkpoint that models are read from, by name."""
-    files = {file for pattern in NEEDED for file in checkpoint.glob(pattern)}
-    return {file.name: _fingerprint(file) for file in sorted(files)}
+    if checkpoint.is_file():
+        return {checkpoint.name: _fingerprint(checkpoint)}
+    files = needed(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file())
+    return {name: _fingerprint(checkpoint / name) for name in sorted(files)}
 
 
 def _fingerprint(file: Path) -> str:

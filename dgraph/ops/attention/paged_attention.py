@@ -231,8 +231,8 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     """Bytes that a call allocates beside its result.
 
     On a GPU: the shares that are added up if the keys of a sequence are divided. On a CPU: the keys and values of a
-    group of sequences and of the one before it; a group's results; and positions and mask of every sequence. Rows with
-    keys of their own take the keys and values of a group once more.
+    group of sequences and of the one before it; a group's results; and positions of every group. Rows with keys of
+    their own take the keys and values of a group once more. Sequences that fill no page up have a mask besides.
     """
     page, heads, width = k_cache.shape[1:]
     if device.type == "cuda":
@@ -250,7 +250,7 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a group's results in fp32, too
         size = max(size, 4)
         values += together * keys * heads * width + q.numel() + rows
-    return size * values + b * keys * (16 + size)
+    return size * values + 8 * keys * -(-b // together)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

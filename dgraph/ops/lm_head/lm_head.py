@@ -138,8 +138,8 @@ def decode_logits(
     together = _rows_together(logits)
     if len(logits) <= together:
         return _decode(logits, temperature, seed, suppress, overwrite)
-    given = (x.split(together) for x in (logits, temperature, seed))
-    parts = [_decode(*part, suppress, overwrite) for part in zip(*given, strict=True)]
+    given = zip(logits.split(together), temperature.split(together), seed.split(together), strict=True)
+    parts = [_decode(some, heat, seeds, suppress, overwrite) for some, heat, seeds in given]
     return RowDecisions(*map(torch.cat, zip(*parts, strict=True)))
 
 
