@@ -236,7 +236,7 @@ def _bench(
     from dgraph.bench.measure import Bench
     from dgraph.lowering.buckets import Buckets
     from dgraph.lowering.regions import RegionCompiler
-    from dgraph.runtime.checks import check_request
+    from dgraph.runtime.request_checks import check_request
 
     RegionCompiler(backend)
     if buckets is not None:

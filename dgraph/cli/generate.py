@@ -233,7 +233,7 @@ def check_prompts(model: Model, prompts: list[str], decoding: Decoding, max_batc
     Raises:
         InputError: as `CompiledModel.generate` would raise it.
     """
-    from dgraph.runtime.checks import check_request
+    from dgraph.runtime.request_checks import check_request
 
     if model.tokenizer is None:
         raise InputError(f"{model.name} has no tokenizer.json, so it cannot read a prompt; add one to its folder.")

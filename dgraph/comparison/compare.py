@@ -28,8 +28,8 @@ from dgraph.numerics.parting import STATISTICS, TOKENS, UNIT, check_tolerance, d
 from dgraph.numerics.run import Run, run
 from dgraph.numerics.steps import State, small_steps
 from dgraph.recipes import RECIPES, Recipe, RecipeLike, check_recipe, options_of
-from dgraph.runtime.checks import ids_of
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.request_checks import ids_of
 from dgraph.settings import DtypeLike, dtype_name
 
 PROMPT = "Sort these words: river stone cloud maple"

@@ -41,13 +41,14 @@ from dgraph.passes.measure_rows import MeasureRows
 from dgraph.private.triton import target_of
 from dgraph.ranks.groups import ranks_of
 from dgraph.recipes import Recipe
-from dgraph.runtime.checks import canvases_of, check_modes, either, ids_of
+from dgraph.runtime.checks import check_modes
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.graphs.pool import GRAPH_ROWS, GraphPool
 from dgraph.runtime.kv.store import page_size_for
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.loop.variants import ADJUSTED, LOGITS, variant_of
 from dgraph.runtime.policies import PolicyMix, statistics_of
+from dgraph.runtime.request_checks import canvases_of, either, ids_of
 from dgraph.runtime.results import Generation, Progress
 from dgraph.runtime.sampling.adjustments import with_ids
 from dgraph.runtime.sampling.stops import says_stop, trim
@@ -295,9 +296,7 @@ class CompiledModel(Described):
         either(prompts, input_ids)
         chosen = with_ids(decoding.for_model(self.spec), self.model.tokenizer)
         if chosen.stop and self.model.tokenizer is None:
-            raise InputError(
-                f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; leave it out."
-            )
+            raise InputError(f"{self.model.name} came without a tokenizer, so texts in stop mean nothing; omit it.")
         ids = ids_of(input_ids)
         if prompts is not None:
             ids = encode_prompts(prompts, self.model.tokenizer, self.model.name)
@@ -484,8 +483,7 @@ class CompiledModel(Described):
             tokens: positions per sequence to make KV pages for, and room for packed keys, prompt and response together;
                 None for the model's longest.
             progress: called with (buckets done, buckets in all).
-            decoding: how later calls of `generate` decode; other rules work as well, and their transitions are compiled
-                once they have run often.
+            decoding: how later calls of `generate` decode. Transitions of other rules are compiled once they ran often.
             settings: instead, fields of a `Decoding` by keyword.
 
         Returns:

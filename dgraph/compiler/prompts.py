@@ -7,7 +7,7 @@ from typing import Any
 
 from dgraph.errors import InputError
 from dgraph.families import Tokenizer, check_text
-from dgraph.runtime.checks import listed
+from dgraph.runtime.request_checks import listed
 
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with "role" and "content", the user's last, as chat templates read them."""

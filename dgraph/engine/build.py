@@ -20,10 +20,10 @@ from dgraph.engine.scheduling.schedulers import SchedulingStrategy, scheduler_of
 from dgraph.errors import InputError, UnknownName
 from dgraph.errors.former import former_fields, former_names
 from dgraph.lowering.program import Program
-from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.label_scoring import Scorer
 from dgraph.runtime.loop.session import BlockSession
+from dgraph.runtime.request_checks import room_of
 from dgraph.runtime.requests import Request, Shape
 from dgraph.runtime.sampling.stops import Decoder
 from dgraph.spec import ModelSpec

@@ -17,13 +17,13 @@ from dgraph.engine.scheduling.demand import job_of
 from dgraph.engine.scheduling.jobs import Facts, Plan, ScheduledRequest
 from dgraph.engine.scheduling.scheduler import Scheduler
 from dgraph.errors import InputError, PoolFull
-from dgraph.runtime.checks import room_of
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.loop.session import BlockSession
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.policies import PolicyMix, carries_of, kind_of, policy_key, traits_of
+from dgraph.runtime.request_checks import room_of
 from dgraph.runtime.requests import (
     Request,
     Shape,

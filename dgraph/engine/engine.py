@@ -27,9 +27,9 @@ from dgraph.engine.submission import RequestSpec
 from dgraph.engine.thread import EngineClosed, EngineThread
 from dgraph.errors import EngineBusy, InputError
 from dgraph.errors.former import former_attribute
-from dgraph.runtime.checks import canvases_of, either, ids_of, listed
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.loop.label_scoring import Question
+from dgraph.runtime.request_checks import canvases_of, either, ids_of, listed
 from dgraph.runtime.sampling.stops import Decoder
 
 

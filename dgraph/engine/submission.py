@@ -9,8 +9,8 @@ from dgraph.engine.core import EngineCore
 from dgraph.engine.io.tickets import Sink
 from dgraph.errors import InputError
 from dgraph.errors.former import former_names
-from dgraph.runtime.checks import check_canvases, check_request
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.request_checks import check_canvases, check_request
 from dgraph.runtime.requests import Request
 from dgraph.runtime.sampling.adjustments import with_ids
 

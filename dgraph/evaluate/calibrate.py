@@ -28,8 +28,8 @@ from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes.manager import run_passes
 from dgraph.passes.pack_rows import PackRows
 from dgraph.plans.calibration import Calibration
-from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.request_checks import check_request
 from dgraph.runtime.state.packed_rows import first_limits
 from dgraph.settings import DtypeLike
 from dgraph.spec import ModelSpec

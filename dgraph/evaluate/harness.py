@@ -18,8 +18,8 @@ from typing import Any
 from dgraph.api import CompiledModel, optimize
 from dgraph.errors import InputError, warn
 from dgraph.families import load
-from dgraph.runtime.checks import room_of
 from dgraph.runtime.policies import chosen_policy
+from dgraph.runtime.request_checks import room_of
 from dgraph.settings import torch_dtype
 
 NAME = "dgraph"

@@ -25,8 +25,8 @@ from dgraph.lowering.executor import LoweredProgram
 from dgraph.lowering.regions import RegionCompiler
 from dgraph.passes.manager import run_passes
 from dgraph.passes.pack_rows import PackRows
-from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.request_checks import check_request
 from dgraph.settings import DtypeLike
 
 

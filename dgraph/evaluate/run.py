@@ -20,8 +20,8 @@ from dgraph.evaluate.salience import Counted, Salience, rows_run
 from dgraph.evaluate.scores import Score
 from dgraph.families import Model
 from dgraph.ir.row_counts import counted_rows
-from dgraph.runtime.checks import check_request
 from dgraph.runtime.decoding import Decoding
+from dgraph.runtime.request_checks import check_request
 from dgraph.runtime.results import Progress
 
 

@@ -29,7 +29,7 @@ class Constraint:
     Make it with `json_schema`, `regex`, `choice` or `lark`. It is checked when it is made, by the package llguidance
     (extra `constrained`). A response under a constraint is such a text, or it ends at its length limit and can still
     be continued to one. Tokens are proposed along a complete filling of the response, so that rules commit them in any
-    order (after LAVE, arXiv 2602.00612, and DINGO, arXiv 2505.23061).
+    order. The idea is that of LAVE (arXiv 2602.00612) and DINGO (arXiv 2505.23061).
 
     Attributes:
         kind: one of "json_schema", "regex", "choice" and "lark".

@@ -1,8 +1,8 @@
 """Guide of one response: it proposes tokens that can all be committed, in any order.
 
 A step offers tokens for masked positions, and its rule commits some of them. So the guide fills all masked positions at
-once, by a path through the grammar that also passes through what is committed, and goes on beyond the block to a whole
-text that fits in the response. Whatever the rule then commits lies on this path, so it can be completed by the rest of
+once, by a path through the grammar that also passes through what is committed. The path goes on beyond the block, to a
+whole text that fits in the response. Whatever the rule then commits lies on this path, so it can be completed by the rest of
 it. LAVE (arXiv 2602.00612) asks for such a filling for each token by itself, DINGO (arXiv 2505.23061) finds the best
 one for regular languages. Here the path is greedy, from left to right under the mask of the grammar. Where it leads
 nowhere, the path of the step before still holds.
@@ -11,8 +11,9 @@ nowhere, the path of the step before still holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,9 @@ from dgraph.errors import DgraphError, InputError
 from dgraph.runtime.constraints.completion import Completion
 from dgraph.runtime.constraints.constraint import Constraint
 from dgraph.runtime.constraints.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from dgraph.runtime.requests import Request
 
 LEAST = 1e-30
 """Confidence of a token that the model gives no probability: it can still be committed."""
@@ -210,6 +214,20 @@ class Guide:
         accepted = taken == len(rest) and self._matcher.accepting
         self._matcher.back(taken)
         return accepted
+
+
+def guide_of(request: Request, vocabulary: Callable[[], Vocabulary] | None) -> Guide | None:
+    """Guide of a request with a constraint, None of any other; `vocabulary` gives the tokens of the model.
+
+    Raises:
+        InputError: no tokens of the model satisfy the constraint.
+    """
+    chosen, begun = request.decoding, request.decoded
+    if chosen.constraint is None:
+        return None
+    assert vocabulary is not None, "checked with the decoding"
+    given = request.ids[len(request.ids) - begun :]
+    return Guide(chosen.constraint, vocabulary(), begun + chosen.max_new_tokens, given)
 
 
 def _probability(logits: NDArray[np.float32], token: int) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from dgraph.lowering.program import ProgramResult
 from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.plans.rows import RowCounts, RowPlan
-from dgraph.runtime.constraints.guide import Guide
+from dgraph.runtime.constraints.guide import guide_of
 from dgraph.runtime.constraints.vocabulary import Vocabulary
 from dgraph.runtime.graphs.upload import upload
 from dgraph.runtime.kv.packed import PackedKV
@@ -47,7 +47,7 @@ from dgraph.runtime.requests import (
 from dgraph.runtime.sampling.sample_logits import Decide
 from dgraph.runtime.state.base import OUT, DecodeState
 from dgraph.runtime.state.initial import begin
-from dgraph.runtime.state.packed_rows import StepRows, key_sizes, prefill_chunk, prefill_rows
+from dgraph.runtime.state.packed_rows import key_sizes, prefill_chunk, prefill_rows
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.spec import ModelSpec
 
@@ -139,7 +139,7 @@ class Batch:
         """
         if not requests:
             return
-        guides = [self._guide(request) for request in requests]
+        guides = [guide_of(request, self._vocabulary) for request in requests]
         tables = 2 if self.config.guided else 1
         block = self.shape.block
         tokens = [first_positions(request, block, self.by_block, self.spec) for request in requests]
@@ -165,15 +165,6 @@ class Batch:
         self.transition.admit(slots, self._begin(requests, torch.device("cpu")))
         if self._counts is not None:
             self._counts.set(slots, [len(r.ids) for r in requests], [r.decoding.max_new_tokens for r in requests])
-
-    def _guide(self, request: Request) -> Guide | None:
-        """Guide of a request with a constraint; raises `InputError` if no tokens of the model satisfy it."""
-        chosen, begun = request.decoding, request.decoded
-        if chosen.constraint is None:
-            return None
-        assert self._vocabulary is not None
-        given = request.ids[len(request.ids) - begun :]
-        return Guide(chosen.constraint, self._vocabulary(), begun + chosen.max_new_tokens, given)
 
     def retire(self, slots: Sequence[int], clear: bool = False) -> None:
         """Take requests out of their slots, finished or not, and free their pages. clear: reset wrong numbers first."""
@@ -257,7 +248,7 @@ class Batch:
         result, took_part = program(inputs, count), bounds[1] > bounds[0]
         self.transition.prefilled(result.outputs, took_part)
         if self.config.guided:
-            other = program(self._without_prompt(inputs, rows), count).outputs
+            other = program(self.transition.without_prompt(inputs, rows, self._tables.of(1)), count).outputs
             self.transition.prefilled({TWIN + name: value for name, value in other.items()}, took_part)
         self.stats.count_stage("prefill", result.rows[0], result.padded[0], sum(result.seconds))
         for slot in slots:
@@ -373,7 +364,7 @@ class Batch:
         if self.config.guided:
             # Outputs last until the next call.
             result = replace(result, outputs={name: value.clone() for name, value in result.outputs.items()})
-            unguided = program(self._without_prompt(inputs, transition.rows), count).outputs
+            unguided = program(transition.without_prompt(inputs, transition.rows, self._tables.of(1)), count).outputs
             other = unguided["logits"]
             carried = {TWIN + name: value for name, value in unguided.items() if TWIN + name in transition.carried}
             result = replace(result, outputs=result.outputs | carried)
@@ -503,14 +494,3 @@ class Batch:
         return begin(
             requests, self.spec, config.policy, self.shape, plan=plan, kv=kv, device=device, adjusts=config.adjusts
         )
-
-    def _without_prompt(self, inputs: Mapping[str, Tensor], rows: StepRows) -> dict[str, Tensor]:
-        """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""
-        given = rows.positions < self.transition.state.prompt_end[rows.sequence]
-        states = {name.removeprefix(TWIN): value for name, value in inputs.items() if name.startswith(TWIN)}
-        return {
-            **inputs,
-            **states,
-            "input_ids": torch.where(given, self.spec.mask_id, rows.input_ids),
-            **self._tables.of(1),
-        }

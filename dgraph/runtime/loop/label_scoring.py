@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dgraph.errors import InputError
 from dgraph.lowering.program import Program
-from dgraph.runtime.checks import check_token
+from dgraph.runtime.request_checks import check_token
 from dgraph.runtime.state.packed_rows import first_limits
 from dgraph.spec import ModelSpec
 

@@ -30,7 +30,6 @@ from dgraph.runtime.kv.store import KVStore, check_page_size
 from dgraph.runtime.loop.batch import Batch
 from dgraph.runtime.loop.batch_config import BatchConfig
 from dgraph.runtime.loop.rank_check import agree, agree_on_step
-from dgraph.runtime.loop.scripted_policy import check_script
 from dgraph.runtime.loop.step_inputs import declared, given_inputs
 from dgraph.runtime.loop.step_report import Report, broken
 from dgraph.runtime.loop.transcript import Transcripts
@@ -38,9 +37,9 @@ from dgraph.runtime.loop.transition_cache import Transitions
 from dgraph.runtime.loop.variants import variant_of
 from dgraph.runtime.loop.warm_up import Rehearsal, rehearsals
 from dgraph.runtime.policies import Policy, PolicyMix, statistics_of, traits_of
+from dgraph.runtime.request_checks import check_canvases, check_request
 from dgraph.runtime.requests import Programs, Request, Shape, settled_end, step_rows
 from dgraph.runtime.results import Ended, Generation, Progress, SequenceKV
-from dgraph.runtime.sampling.adjustments import check_adjustments
 from dgraph.runtime.stats import GenerationStats, StageCounts, StepRecord
 from dgraph.spec import ModelSpec
 from dgraph.types.shapes import OWN
@@ -190,13 +189,13 @@ class BlockSession:
         chosen = Decoding.of(decoding, settings).for_model(self.spec)
         asked = {"prompts": prompts, "decoding": chosen, "canvas": canvases, "max_batch": max_batch, "keep_kv": keep_kv}
         agree(self.ranks, "generate", asked)
-        ids = checks.check_request(self.spec, prompts, chosen, max_batch)
+        ids = check_request(self.spec, prompts, chosen, max_batch)
         began, stats = time.perf_counter(), GenerationStats()
         if not ids:
             return Generation([], stats, [] if keep_kv else None)
         if keep_kv:
             checks.check_keep_kv(self.plan, self.kv.windows)
-        given = checks.check_canvases(self.spec, canvases, len(ids), chosen)
+        given = check_canvases(self.spec, canvases, len(ids), chosen)
         requests = [Request.of(ids[n], chosen, n, given[n], self.spec) for n in range(len(ids))]
         fixed = self.pool is not None and observer is None
         block = chosen.block_length or self.spec.block_length
@@ -319,11 +318,7 @@ class BlockSession:
         self._compile(slots, step.run(slots))
 
     def _record(
-        self,
-        slots: Batch,
-        sequences: int,
-        tokens: int,
-        progress: Callable[[int, int], None] | None = None,
+        self, slots: Batch, sequences: int, tokens: int, progress: Callable[[int, int], None] | None = None
     ) -> int:
         """Capture the graphs, compile the transition, and return the number of buckets."""
         assert self.pool is not None
@@ -427,21 +422,10 @@ class BlockSession:
 
     def check(self, chosen: Decoding, block: int) -> None:
         """Check a decoding. Raises `InputError` if the session's programs cannot serve it."""
-        policy, sampler = chosen.rule, chosen.sampling
         step = self._variant(variant_of([chosen]))["step"]
-        check_adjustments(self.spec, chosen, {*step.output_names, *step.inputs})
-        checks.check_rule(policy, sampler, step, self.block_cache, self.plan)
-        checks.check_modes(self.spec, policy, sampler)
-        checks.check_open_blocks(self.spec, chosen, step, self.block_cache, self.plan, self.packed is not None)
+        checks.check_decoding(self.spec, chosen, step, block, self.block_cache, self.plan, self.packed is not None)
         if chosen.constraint is not None:
-            checks.check_constraint(self.spec, policy)
-            _ = self.vocabulary
-        check_script(policy, block, "script" in step.inputs)
-        if sampler.cfg_scale > 0 and self.packed is not None:
-            raise InputError(
-                f"cfg_scale={sampler.cfg_scale} runs every step once more without the prompt, for which this recipe "
-                f"has no packed keys; use a recipe that keeps all keys, or leave cfg_scale at 0."
-            )
+            _ = self.vocabulary  # raises, if the model has none that guides can read
 
     def give_back(self) -> None:
         """Drop the pool of an engine, the room for packed keys, and the CUDA graphs that read either."""

@@ -253,6 +253,15 @@ class StepTransition:
         for part in TRANSITION_PARTS:
             self._compiled(part, ahead=True)
 
+    def without_prompt(
+        self, inputs: Mapping[str, Tensor], rows: StepRows, tables: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The same inputs for sequences whose prompts are mask tokens, in pages of their own (LLaDA, guidance)."""
+        given = rows.positions < self.state.prompt_end[rows.sequence]
+        states = {name.removeprefix(TWIN): value for name, value in inputs.items() if name.startswith(TWIN)}
+        masked = torch.where(given, self.state.mask_id, rows.input_ids)
+        return {**inputs, **states, "input_ids": masked, **tables}
+
     def take(self, outputs: Mapping[str, Tensor]) -> None:
         """Keep the outputs of a step: token and confidence; draw if it has one, kept if it evicts, and its states."""
         pairs: list[Assignment] = []
