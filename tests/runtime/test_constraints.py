@@ -21,6 +21,7 @@ from dgraph.runtime.constraints.completion import Completion
 from dgraph.runtime.constraints.constraint import MOST_BYTES, Constraint
 from dgraph.runtime.constraints.guide import Guide, Offer
 from dgraph.runtime.constraints.vocabulary import Vocabulary, vocabulary_of
+from tests.amounts import first_cases
 
 PERSON = {
     "type": "object",
@@ -155,6 +156,21 @@ def test_many_commits_of_what_a_guide_proposes_are_valid(
 def test_responses_of_a_model_satisfy_a_schema(name: str, how: Mapping[str, Any]) -> None:
     said = model(name).generate(PROMPT, constraint=Constraint.json_schema(PERSON), max_new_tokens=32, **how)
     jsonschema.validate(json.loads(said.texts[0]), PERSON)
+
+
+@first_cases(
+    2,
+    "name, recipe",
+    [
+        *(("tiny_sdar", "focus"), ("tiny_llada", "dllm_serve+dyllm"), ("tiny_llada", "maskkv"), ("tiny_sdar", "dyllm")),
+        *(("tiny_sdar", "dllm_serve"), ("tiny_sdar", "maskkv"), ("tiny_llada", "fast_dllm"), ("tiny_llada", "focus")),
+        *(("tiny_llada", "dllm_cache"), ("tiny_llada", "dkv_cache"), ("tiny_llada", "maskkv+dyllm+focus")),
+    ],
+)
+def test_a_schema_holds_under_every_recipe(name: str, recipe: str) -> None:
+    constraint, ran = Constraint.json_schema(PERSON), dgraph.optimize(name, recipe, backend="eager")
+    for said in ran.generate([PROMPT, "a b"], constraint=constraint, max_new_tokens=40).texts:
+        jsonschema.validate(json.loads(said), PERSON)
 
 
 def test_a_model_that_is_right_stays_right() -> None:
