@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
 import dgraph
@@ -68,9 +68,20 @@ EXPRESSIONS = st.recursive(
     ),
     max_leaves=5,
 )
+
+
+def expression(text: str) -> Constraint:
+    """The constraint of an expression, unless its shortest text is longer than what is looked for."""
+    try:
+        return Constraint.regex(text)
+    except InputError as error:
+        assert "that was found in time" in str(error)
+        reject()
+
+
 CONSTRAINTS = st.one_of(
     SCHEMAS.map(Constraint.json_schema),
-    EXPRESSIONS.map(Constraint.regex),
+    EXPRESSIONS.map(expression),
     st.lists(st.text('ab {"é', min_size=1, max_size=6), min_size=1, max_size=4).map(Constraint.choice),
 )
 
@@ -141,7 +152,7 @@ def test_any_commits_of_what_a_guide_proposes_are_valid(
 
 
 @pytest.mark.release
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(CONSTRAINTS, st.sampled_from([4, 8, 32, 128]), st.sampled_from([4, 16, 64, 128]), st.integers(0, 2**31))
 def test_many_commits_of_what_a_guide_proposes_are_valid(
     constraint: Constraint, block: int, limit: int, seed: int

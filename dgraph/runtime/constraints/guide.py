@@ -2,10 +2,10 @@
 
 A step offers tokens for masked positions, and its rule commits some of them. So the guide fills all masked positions at
 once, by a path through the grammar that also passes through what is committed. The path goes on beyond the block, to a
-whole text that fits in the response. Whatever the rule then commits lies on this path, so it can be completed by the rest of
-it. LAVE (arXiv 2602.00612) asks for such a filling for each token by itself, DINGO (arXiv 2505.23061) finds the best
-one for regular languages. Here the path is greedy, from left to right under the mask of the grammar. Where it leads
-nowhere, the path of the step before still holds.
+whole text that fits in the response. Whatever the rule then commits lies on this path, so it can be completed by the
+rest of it. LAVE (arXiv 2602.00612) asks for such a filling for each token by itself, DINGO (arXiv 2505.23061) finds the
+best one for regular languages. Here the path is greedy, from left to right under the mask of the grammar. Where it
+leads nowhere, the path of the step before still holds.
 """
 
 from __future__ import annotations
