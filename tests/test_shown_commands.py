@@ -31,7 +31,7 @@ TEXTS = {
 OPTION = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 SHOWN = re.compile(r"\bdgraph (?=[a-z])[^`\n]*|-m (?:dgraph|benchmarks|training)[.\w]*[^`\n]*")
 NO_COMMAND = re.compile(r"\s#\s|&&|\sand\s|\s{3,}(?!-)")
-ELSEWHERE = {"--nproc-per-node", "--no-deps", "--tasks"}
+ELSEWHERE = {"--nproc-per-node", "--no-deps", "--revision", "--tasks"}
 """Options of other programs, beside those with an underscore."""
 BORROWED = ("dgraph.evaluate.harness",)
 """Scripts whose options are those of a package that need not be installed."""

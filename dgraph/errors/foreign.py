@@ -15,7 +15,10 @@ _SEVERAL = "Give the prompt several times: every place in the list of prompts dr
 _CODE = "Leave it out: no code of a checkpoint is run, its weights go into a class that is known."
 _MESH = "Use mesh= of dgraph.optimize (dgraph.parallel.init), or --tp on the command line."
 _ATTENTION = "Leave it out: dgraph has its own attention, which masks as the model's family says."
-_ENDS = "Ids that end a response are the fact eos_ids: facts={'eos_ids': (2,)} of dgraph.optimize, eos_ids= of load."
+_ENDS = (
+    "Ids that end a response are stop_token_ids=[...] of generate, or the fact eos_ids: facts={'eos_ids': (2,)} of "
+    "dgraph.optimize, eos_ids= of load."
+)
 _STOP = "Texts that end a response are stop=[...]; ids are the fact eos_ids."
 _PROMPTS = "Use prompts, the first argument of generate: texts, or conversations as lists of messages."
 _IDS = "Use input_ids, one list of ids per prompt."
@@ -29,7 +32,7 @@ _POLICY = "Use policy=, a decoding rule by name; `dgraph policies` lists them."
 _CACHE = "Leave it out: the recipe says which keys and values are kept; `dgraph recipes` lists them."
 _GRAPHS = "Use graphs=False of dgraph.optimize for no CUDA graphs, or backend='eager' to run op by op."
 _PACKED = "Leave it out: prompts are packed without padding, so there is nothing to mask."
-_NOTHING = "Leave it out: weights are read one by one from the folder, and nothing is downloaded."
+_NOTHING = "Leave it out: weights are read one by one from the folder."
 
 HINTS: Mapping[str, str] = {
     "torch_dtype": _DTYPE,
@@ -67,7 +70,6 @@ HINTS: Mapping[str, str] = {
     "attn_implementation": _ATTENTION,
     "use_flash_attention_2": _ATTENTION,
     "eos_token_id": _ENDS,
-    "stop_token_ids": _ENDS,
     "pad_token_id": "It is the fact pad_id: facts={'pad_id': 0} of dgraph.optimize, pad_id= of load.",
     "mask_token_id": "It is the fact mask_id: facts={'mask_id': 5} of dgraph.optimize, mask_id= of load.",
     "stop_strings": _STOP,
@@ -84,12 +86,9 @@ HINTS: Mapping[str, str] = {
     "streamer": _STREAM,
     "stream": _STREAM,
     "callback": _STREAM,
-    "repetition_penalty": _SAMPLER,
-    "presence_penalty": _SAMPLER,
-    "frequency_penalty": _SAMPLER,
     "logits_processor": _SAMPLER,
     "logits_processors": _SAMPLER,
-    "bad_words_ids": _SAMPLER,
+    "bad_words_ids": "Use bad_words=[...] of generate: texts or ids that are never said.",
     "suppress_tokens": _SAMPLER,
     "guidance_scale": _GUIDANCE,
     "cfg_scale": _GUIDANCE,
@@ -106,10 +105,10 @@ HINTS: Mapping[str, str] = {
     "past_key_values": _CACHE,
     "enforce_eager": _GRAPHS,
     "torch_compile": _GRAPHS,
-    "cache_dir": "Compiled code goes to artifacts= of dgraph.optimize; models are not downloaded.",
+    "cache_dir": "Compiled code goes to artifacts= of dgraph.optimize; the cache of models is where HF_HOME says.",
     "low_cpu_mem_usage": _NOTHING,
     "use_safetensors": _NOTHING,
-    "revision": _NOTHING,
-    "token": _NOTHING,
+    "revision": "Write it behind the id: ORG/NAME@REVISION.",
+    "token": "Leave it out: the token is that of `hf auth login` or of the variable HF_TOKEN.",
 }
 """Advice by foreign name, as a sentence. An argument of dgraph of the same name takes precedence."""

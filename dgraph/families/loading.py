@@ -110,9 +110,7 @@ def load(
         found = family.open(place, None if chosen == AUTO else chosen, target, **facts)
         if found is None:
             continue
-        # A model with another's weights added has no source, from which these could be read again.
-        source = "" if low_rank is not None else _source(name, folder)
-        found = replace(found, stored_dtype=_stored_dtype(found), source=source)
+        found = replace(found, stored_dtype=_stored_dtype(found), source=_source(name, folder))
         if pipeline is not None:
             found = replace(found, name=folder.name, spec=replace(found.spec, rule=pipeline.rule))
         found = _with_low_rank(found, low_rank, folder)
@@ -278,7 +276,7 @@ def _with_low_rank(model: Model, name: str | Path | None, folder: Path | None = 
     own = getattr(known.get(model.spec.family), "stored", str)
     place = _inside(name, folder)
     module, weights = merged(model.module, model.prefix, model.weights, own, lambda there: read(place, there))
-    return replace(model, module=module, weights=weights)
+    return replace(model, module=module, weights=weights, source="")  # from which the sum cannot be read again
 
 
 def _calibrated(model: Model, folder: Path) -> Model:

@@ -156,11 +156,11 @@ def mask_of(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blind: Tensor | None, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, blind: Tensor | None, scale: float) -> Tensor:
     """Attention of padded sequences: q[g, R, Hq, D], k and v[g, K, Hkv, D] -> [g, R, Hq, D].
 
     Args:
-        mask: [g, R, K], or [g, 1, K] if all rows of a sequence see the same; see `mask_of`. None: they see every key.
+        mask: [g, R, K], or [g, 1, K] if all rows of a sequence see the same; see `mask_of`.
         blind: bool[g, R], rows that see nothing; they give zeros. None: every row sees something.
 
     Keys and values must be finite, also where nothing sees them.
@@ -169,7 +169,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, blind: Tensor |
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=None if mask is None else mask.expand(-1, q.shape[1], -1)[:, None],
+        attn_mask=mask.expand(-1, q.shape[1], -1)[:, None],
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     ).transpose(1, 2)

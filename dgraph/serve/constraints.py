@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -77,7 +78,7 @@ def constraint_of(body: Constrained) -> Constraint | None:
     try:
         return make(said)
     except InputError as error:
-        raise bad_field(field, str(error)) from None
+        raise bad_field(field, f"{field}: {error}") from None
 
 
 def _asked(body: Constrained) -> Sequence[tuple[str, Callable[[Any], Constraint], Any]]:
@@ -120,7 +121,7 @@ def from_grammar(text: str) -> Constraint:
         lark = gbnf_to_lark(text)
     except Exception as error:
         raise InputError(f"the grammar cannot be read: {error}.") from None
-    return Constraint.lark(lark)
+    return Constraint.lark(re.sub(r"(?m)^%llguidance.*$", "", lark))  # its options, which `Constraint` sets
 
 
 def call_of(functions: Mapping[str, Mapping[str, Any]], arguments: str, begin: str, end: str) -> Constraint:

@@ -19,6 +19,7 @@ from dgraph.bench.traces import synthesise
 from dgraph.engine.build import EngineConfig
 from dgraph.errors import InputError, UnknownName
 from dgraph.runtime.decoding import Decoding
+from tests.compiled import compiled
 from tests.recipes.bidirectional import Setup, setup_of
 
 SERVE, FAST, SPARSE = "dllm_serve:delay=0@look_ahead", "fast_dllm@static+all", "sparse_dllm@static+all"
@@ -37,7 +38,7 @@ def run(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         small = (
             "--model tiny --device cpu --backend eager --scale 0.05 --tokens 16 --requests 4 --sequences 2 --rows 64"
         )
-        case = "--lengths osc --memory keys:0.001 --rates 1.5 --commits one"
+        case = "--lengths osc --memory keys:0.01 --rates 1.5 --commits one"
         files = ("--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md"))
         assert main([*small.split(), *case.split(), *files, *arguments]) == 0
         found = json.loads((tmp_path / "out.json").read_text("utf-8"))
@@ -53,7 +54,7 @@ def test_arms_are_compared_and_a_run_goes_on(run: Any, monkeypatch: pytest.Monke
     assert 0 < capacity["keys"] == fast["keys"]
     assert capacity["each"] != fast["each"], "packed keys count"
     assert serve["offered"] == pytest.approx(fast["offered"], rel=0.2), "the same times, as shares of one capacity"
-    case = ["osc", "one", "keys:0.001"]
+    case = ["osc", "one", "keys:0.01"]
     assert tables["Figure 3: tok/s by rate"] == [
         [*case, one["arm"], one["tokens_per_second"]] for one in data["loads"][1:]
     ]
@@ -62,7 +63,7 @@ def test_arms_are_compared_and_a_run_goes_on(run: Any, monkeypatch: pytest.Monke
     assert table_4[0][6:] == [fast["mean"] / serve["mean"], serve["tokens_per_second"] / fast["tokens_per_second"]]
     assert table_4[1][6:] == [1, 1]
     assert [row[:3] for row in tables["Logit budget"]] == [
-        [recipe, "keys:0.001", 64] for recipe in ("dllm_serve:delay=0", "fast_dllm") for _ in range(2)
+        [recipe, "keys:0.01", 64] for recipe in ("dllm_serve:delay=0", "fast_dllm") for _ in range(2)
     ]
     served: list[str] = []
     monkeypatch.setattr(LoadTest, "run", lambda self, *given, **more: served.append(self.optimized.recipe.name))
@@ -75,7 +76,7 @@ def test_arms_are_compared_and_a_run_goes_on(run: Any, monkeypatch: pytest.Monke
 def test_nothing_is_begun_when_time_is_over(run: Any) -> None:
     tables, data = run("--parts", "loads", "--arms", SERVE, "--seconds", "0")
     assert list(tables) == ["Start, in seconds", "Notes"]
-    late = [f"{SERVE}, osc, one, keys:0.001, {load}: not begun after 0 s" for load in ("capacity", 1.5)]
+    late = [f"{SERVE}, osc, one, keys:0.01, {load}: not begun after 0 s" for load in ("capacity", 1.5)]
     assert data["notes"] == late
 
 
@@ -119,12 +120,12 @@ def test_memory_is_read() -> None:
             MemoryLimit.parse(wrong)
 
 
-def test_more_logits_leave_less_for_keys(setup: Setup) -> None:
-    program = setup.optimized("fast_dllm", 16)
+def test_more_logits_leave_less_for_keys() -> None:
+    program = compiled("tiny_llada", "fast_dllm")
     requests = [Request(0.0, 40, 16)]
-    bound, every = program.with_logit_rows(16), program.with_logit_rows(256)
-    for limit in (MemoryLimit.parse("0.01"), MemoryLimit.parse("keys:0.001")):
-        less, more = (Memory.of(one, limit, 256, 16, 4, requests) for one in (every, bound))
+    bound, every = program.with_logit_rows(16), program.with_logit_rows(4096)
+    for limit in (MemoryLimit.parse("0.3"), MemoryLimit.parse("keys:0.01")):
+        less, more = (Memory.of(one, limit, 4096, 16, 4, requests) for one in (every, bound))
         assert less.keys < more.keys
     with pytest.raises(InputError, match="leaves nothing for keys and values"):
         Memory.of(bound, MemoryLimit.parse("0.00001"), 256, 16, 4, requests)

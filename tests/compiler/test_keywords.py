@@ -130,7 +130,9 @@ def test_a_keyword_is_compared_with_all_arguments(
 
 def test_settings_as_a_value_know_foreign_names_too() -> None:
     message = refused(lambda **given: Decoding.of(None, given), max_tokens=3)
-    assert message.startswith(f"unknown setting of Decoding 'max_tokens'. {HINTS['max_tokens']} Known: block_length, ")
+    assert message.startswith(
+        f"unknown setting of Decoding 'max_tokens'. {HINTS['max_tokens']} Known: allowed_token_ids, "
+    )
 
 
 def test_facts_given_to_optimize_are_compared_as_those_of_load(model: dgraph.Model) -> None:

@@ -507,7 +507,7 @@ def test_a_stream_raises_the_error_of_its_request() -> None:
         ({"max_tokens": True}, "max_tokens must be a whole number, at least 1, got True"),
         ({"max_tokens": 513}, "max_tokens=513 is more than the 512 positions of fake"),
         ({"max_batched_rows": 1.5}, "max_batched_rows must be a whole number"),
-        ({"max_batched_rows": 7}, "max_batched_rows=7 is less than two blocks of 4"),
+        ({"max_batched_rows": 7}, "max_batched_rows=7 is less than 2 blocks of 4"),
         ({"kv_bytes": -1}, "kv_bytes must be a whole number"),
         ({"kv_bytes": 10}, "kv_bytes=10 does not hold one page of 4 positions, which takes 256 bytes"),
         ({"queue": 0}, "queue must be a whole number, at least 1, got 0"),

@@ -21,7 +21,7 @@ from dgraph.runtime.kv.store import NO_PAGE, KVStore
 from dgraph.runtime.loop.step_report import Report
 from dgraph.runtime.loop.transcript import Transcripts
 from dgraph.runtime.policies import PolicyMix
-from dgraph.runtime.requests import Request
+from dgraph.runtime.requests import Request, Stops
 from dgraph.runtime.sampling.stops import trim
 from dgraph.runtime.state.base import OUT
 from dgraph.runtime.state.report import REPORT
@@ -195,7 +195,7 @@ def test_a_transcript_knows_when_each_token_came() -> None:
     assert script.tokens(1, 4, 12) == [7, 7, 7, 7, -1, -1, -1, -1], "only of the slots that were named"
     script.write(report(counter=[3, 0], shown_start=[0, 0], shown=[[4, 9, 3, 6], [0] * 4]), [0])
     assert script.steps(0, 0, 4) == [2, 3, 3, 1], "a token that was replaced is of the step that replaced it"
-    assert script.response(0, 0, 4, {3}) == [4, 9]
+    assert script.response(0, 0, 4, Stops({3: 0})) == [4, 9]
     script.begin([0], [Request([1], Decoding())])
     assert script.tokens(0, 0, 12) == [-1] * 12
 

@@ -186,7 +186,7 @@ def test_a_generation_is_the_same(family: str, recipe: str, kind: str) -> None:
 def test_footprints_count_what_attention_gives_and_what_it_rounds() -> None:
     made = model("llada", "int8").optimized("dense")
     program = LoweredProgram(phases_on_gpu(made)["step"], made.compiler, Buckets(), fused=True)
-    step = DummyStep(256, 32, 64, made.page_size)
+    step = DummyStep(256, 32, 96, made.page_size)  # attention takes more than the int32 sums of products
     seen = measure(program, step)
     assert seen is not None
     assert footprint(program, step.sizes).peak == pytest.approx(seen.peak, rel=0.05)

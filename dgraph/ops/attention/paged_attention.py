@@ -66,7 +66,7 @@ def reference(
     for group in _groups(page_table, cu_rows, limit, own, k_cache.shape[1:], wide.dtype):
         keys, values = (group.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
         mask, blind = group.mask, None
-        if ranges or not group.alike:
+        if mask is None or ranges:
             end = group.of_rows(limit)
             since, two = (None if x is None else group.of_rows(x) for x in (origin, gap))
             hidden = hidden_keys(group.slots, end, since, window, two)
@@ -100,8 +100,8 @@ class _Group:
             positions the sequence sees, and on nothing else.
         unseen: i64[u], the slots in those pages that no row of their sequence sees; they may hold NaN.
         slots: i64[K], the positions in the n pages of a sequence.
-        alike: all rows of a sequence see the same.
-        mask: [g, 1, K], see `attend`, if they do, and a slot is unseen.
+        mask: [g, 1, K], see `attend`, if all rows of a sequence see the same; else None, because it would take too much
+            memory. It is there also where all is seen, since a CPU's kernel computes other bits without one.
     """
 
     count: int
@@ -110,7 +110,6 @@ class _Group:
     pages: Tensor
     unseen: Tensor | None
     slots: Tensor
-    alike: bool
     mask: Tensor | None
 
     def of_rows(self, values: Tensor) -> Tensor:
@@ -120,10 +119,11 @@ class _Group:
 
     def scatter(self, out: Tensor, values: Tensor) -> None:
         """Write values[g, R, ...] of the rows to their places in `out`."""
-        found = values.flatten(0, 1)
         if isinstance(self.rows, slice):
-            out[self.rows] = found
-        elif self.live is None:
+            out[self.rows].unflatten(0, (self.count, -1)).copy_(values)
+            return
+        found = values.flatten(0, 1)
+        if self.live is None:
             out.index_copy_(0, self.rows, found)
         else:
             out.index_copy_(0, self.rows[self.live], found[self.live])
@@ -198,8 +198,7 @@ def _group(
         pages=torch.tensor([page for _, _, pages in members for page in pages], device=device),
         unseen=hidden.flatten().nonzero()[:, 0] if unseen else None,
         slots=slots,
-        alike=alike,
-        mask=mask_of(hidden[:, None], dtype) if alike and unseen else None,
+        mask=mask_of(hidden[:, None], dtype) if alike else None,
     )
 
 
@@ -220,7 +219,8 @@ def _pages(table: list[int], length: int, page: int) -> list[int]:
             "dgraph::paged_attention: a row sees a position in a page that its sequence does not have (its "
             "page_table entry is negative). Assign and write every page below the limit first."
         )
-    return pages + [0] * (-(-padded_length(length) // page) - len(pages))
+    # Whole vectors of the kernel's sums, so that further keys, which a row does not see, change no bit of them.
+    return pages + [0] * (-(-padded_length(length, 32) // page) - len(pages))
 
 
 def fake(q: Tensor, *rest: Any) -> Tensor:
@@ -231,8 +231,8 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     """Bytes that a call allocates beside its result.
 
     On a GPU: the shares that are added up if the keys of a sequence are divided. On a CPU: the keys and values of a
-    group of sequences and of the one before it; a group's results; and positions of every group. Rows with keys of
-    their own take the keys and values of a group once more. Sequences that fill no page up have a mask besides.
+    group of sequences and of the one before it; a group's results; positions of every group, and the mask of every
+    sequence. Rows with keys of their own take the keys and values of a group once more.
     """
     page, heads, width = k_cache.shape[1:]
     if device.type == "cuda":
@@ -250,7 +250,7 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
     if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a group's results in fp32, too
         size = max(size, 4)
         values += together * keys * heads * width + q.numel() + rows
-    return size * values + 8 * keys * -(-b // together)
+    return size * (values + b * keys) + 8 * keys * -(-b // together)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

@@ -70,8 +70,14 @@ def reference(
 def workspace(
     device: torch.device, h: Tensor, weight: Tensor, bias: Tensor | None, candidate: Tensor, *rest: Any
 ) -> int:
-    """Bytes of one chunk: those of dgraph::lm_head, and two fp32 copies of its logits."""
+    """Bytes of one chunk.
+
+    On a GPU: those of dgraph::lm_head, and two fp32 copies of its logits. On a CPU: its logits, five such copies, and
+    flags. The copies are both tables by row, the quotient, the product, and one of these two.
+    """
     logits = min(len(candidate), rest[2]) * len(weight)
+    if device.type != "cuda":
+        return logits * (h.element_size() + 5 * numeric(h.dtype).itemsize + 1)
     given = lm_head.workspace(device, h, weight, bias, candidate, *rest)
     return given + 2 * logits * numeric(h.dtype).itemsize
 

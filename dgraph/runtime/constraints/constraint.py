@@ -53,6 +53,12 @@ class Constraint:
                 f"{self.kind} has {size:,} bytes, at most {MOST_BYTES:,} are taken; make it smaller.",
                 field="constraint",
             )
+        if self.kind == "lark" and "%llguidance" in self.text:
+            raise InputError(
+                "lark has a line %llguidance, whose options are set here; some of them keep the matcher from ending. "
+                "Leave the line out.",
+                field="constraint",
+            )
         if message := wrong_with(self.grammar):
             place = _place(json.loads(self.text), message) if self.kind == "json_schema" else ""
             where = f" at {place}" if place else ""
