@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import dllm_serve, serving_lengths
 from benchmarks.dllm_serve import Arm, main
@@ -18,6 +19,7 @@ from dgraph.bench.serve import LoadTest, prompts_for
 from dgraph.bench.traces import synthesise
 from dgraph.engine.build import EngineConfig
 from dgraph.errors import InputError, UnknownName
+from dgraph.models.shapes import random_model
 from dgraph.runtime.decoding import Decoding
 from tests.compiled import compiled
 from tests.recipes.bidirectional import Setup, setup_of
@@ -121,11 +123,14 @@ def test_memory_is_read() -> None:
 
 
 def test_more_logits_leave_less_for_keys() -> None:
-    program = compiled("tiny_llada", "fast_dllm")
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 4096}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+    facts = {"mask_id": 5, "eos_ids": (1,), "pad_id": 0}
+    program = compiled(random_model("llada-8b", "cpu", torch.float32, **small, **heads, **facts), "fast_dllm")
     requests = [Request(0.0, 40, 16)]
-    bound, every = program.with_logit_rows(16), program.with_logit_rows(4096)
-    for limit in (MemoryLimit.parse("0.3"), MemoryLimit.parse("keys:0.01")):
-        less, more = (Memory.of(one, limit, 4096, 16, 4, requests) for one in (every, bound))
+    bound, every = program.with_logit_rows(16), program.with_logit_rows(256)
+    for limit in (MemoryLimit.parse("0.03"), MemoryLimit.parse("keys:0.01")):
+        less, more = (Memory.of(one, limit, 256, 16, 4, requests) for one in (every, bound))
         assert less.keys < more.keys
     with pytest.raises(InputError, match="leaves nothing for keys and values"):
         Memory.of(bound, MemoryLimit.parse("0.00001"), 256, 16, 4, requests)
