@@ -19,6 +19,8 @@ from dgraph.ops.per_stage import per_stage
 
 # Bound on the scores or mask elements of a group, 16 MiB in fp32; one sequence alone may take more.
 GROUP_ELEMENTS = 1 << 22
+# Bound on the elements of the keys of a group that are gathered, 1 MiB in fp32, which a processor's cache holds.
+GROUP_KEYS = 1 << 18
 
 
 def padded_length(n: int, least: int = 8) -> int:
@@ -104,15 +106,24 @@ class Group:
         rows: i64[g, R], row index; slots past the end of a sequence repeat its first row.
         live: bool[g, R], False in those slots.
         keys: padded number of keys of each sequence.
+        span: the rows as a slice, if they are each other's neighbours and all live; else None.
     """
 
     sequences: Tensor
     rows: Tensor
     live: Tensor
     keys: int
+    span: slice | None
+
+    def take(self, values: Tensor) -> Tensor:
+        """values[N, ...] of the rows, [g, R, ...]; without a copy, if they are neighbours."""
+        return take(values, self.rows) if self.span is None else values[self.span].unflatten(0, self.rows.shape)
 
     def scatter(self, out: Tensor, values: Tensor) -> None:
         """Write values[g, R, ...] of the live slots to their rows in `out`."""
+        if self.span is not None:
+            out[self.span].unflatten(0, self.rows.shape).copy_(values)
+            return
         rows, values = self.rows.flatten(), values.flatten(0, 1)
         if not bool(self.live.all()):
             slots = self.live.flatten().nonzero().squeeze(1)
@@ -120,7 +131,9 @@ class Group:
         out.index_copy_(0, rows, values)
 
 
-def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, cost: int = 1) -> Iterator[Group]:
+def groups(
+    cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, cost: int = 1, gathered: int = 0
+) -> Iterator[Group]:
     """Sequences that have rows, grouped by padded shape.
 
     Args:
@@ -128,6 +141,7 @@ def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, c
         keys: padded number of keys per sequence; a sequence with 0 is left out. None: as many as padded rows.
         least: smallest padded number of rows.
         cost: elements held per row and key.
+        gathered: elements of a key, if keys are gathered sequence by sequence; see `together`.
     """
     starts = cu_rows.tolist()
     shapes: dict[tuple[int, int], list[int]] = {}
@@ -140,12 +154,23 @@ def groups(cu_rows: Tensor, keys: Sequence[int] | None = None, least: int = 8, c
         if not width:
             continue
         size = max(1, GROUP_ELEMENTS // (length * width * cost))
+        if gathered:
+            size = min(size, together(width * gathered))
         for at in range(0, len(members), size):
-            sequences = torch.tensor(members[at : at + size], device=cu_rows.device)
+            some = members[at : at + size]
+            sequences = torch.tensor(some, device=cu_rows.device)
             first = cu_rows[sequences].long()[:, None]
             column = torch.arange(length, device=cu_rows.device)
             live = column < cu_rows[sequences + 1].long()[:, None] - first
-            yield Group(sequences, torch.where(live, first + column, first), live, width)
+            begin, end = starts[some[0]], starts[some[-1] + 1]
+            neighbours = end - begin == len(some) * length and bool(live.all())
+            rows = torch.where(live, first + column, first)
+            yield Group(sequences, rows, live, width, slice(begin, end) if neighbours else None)
+
+
+def together(elements: int) -> int:
+    """Sequences whose keys, of so many elements each, are gathered together."""
+    return max(1, GROUP_KEYS // max(1, elements))
 
 
 def mask_of(hidden: Tensor, dtype: torch.dtype) -> Tensor:

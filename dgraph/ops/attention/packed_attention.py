@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgraph.ops.draws import cu_rows_of, limits_of, pad_rows, positions_of
-from dgraph.ops.padded import attend, check_gap, check_heads, check_window, groups, hidden_keys, mask_of, take
+from dgraph.ops.padded import attend, check_gap, check_heads, check_window, groups, hidden_keys, mask_of
 from dgraph.ops.registry import Sample, define
 
 CONTRACT = """\
@@ -56,7 +56,7 @@ def reference(
         plain = origin is None and gap is None and own is None
         blind = at[:, :1] >= end if plain else hidden.all(dim=2)
         mask = mask_of(hidden, q.dtype)
-        group.scatter(out, attend(take(q, rows), take(k, rows), take(v, rows), mask, blind, scale))
+        group.scatter(out, attend(group.take(q), group.take(k), group.take(v), mask, blind, scale))
     return out
 
 

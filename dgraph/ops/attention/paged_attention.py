@@ -12,12 +12,20 @@ from torch import Tensor
 from dgraph.errors import InputError
 from dgraph.ops.draws import cu_rows_of, pad_rows, page_table_of
 from dgraph.ops.kv.scales import FLOAT8, check_scale, scaled, unscaled
-from dgraph.ops.padded import attend, check_heads, check_ranges, check_window, hidden_keys, mask_of, padded_length
+from dgraph.ops.padded import (
+    Group,
+    attend,
+    check_heads,
+    check_ranges,
+    check_window,
+    groups,
+    hidden_keys,
+    mask_of,
+    padded_length,
+    together,
+)
 from dgraph.ops.per_stage import per_stage
 from dgraph.ops.registry import Sample, define, numeric
-
-# Bound on the elements of a group's keys, 1 MiB in fp32, which a processor's cache holds; one sequence may take more.
-GROUP_KEYS = 1 << 18
 
 CONTRACT = """\
 Row i sees the cache positions [0, limit[i]) of its sequence, and of these, where there is a window, those after
@@ -63,19 +71,19 @@ def reference(
     out = q.new_zeros(q.shape)
     wide = q if k_scale is None else q.to(numeric(q.dtype))
     ranges = origin is not None or gap is not None or own is not None
-    for group in _groups(page_table, cu_rows, limit, own, k_cache.shape[1:], wide.dtype):
-        keys, values = (group.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
-        mask, blind = group.mask, None
+    for seen in _seen(page_table, cu_rows, limit, own, k_cache.shape, wide.dtype):
+        group, mask, blind = seen.group, seen.mask, None
+        keys, values = (seen.taken(*cache, wide.dtype) for cache in ((k_cache, k_scale), (v_cache, v_scale)))
         if mask is None or ranges:
-            end = group.of_rows(limit)
-            since, two = (None if x is None else group.of_rows(x) for x in (origin, gap))
-            hidden = hidden_keys(group.slots, end, since, window, two)
+            end = group.take(limit)
+            since, two = (None if x is None else group.take(x) for x in (origin, gap))
+            hidden = hidden_keys(seen.slots, end, since, window, two)
             if own is not None and k is not None and v is not None:
-                alone = group.of_rows(own)
+                alone = group.take(own)
                 hidden = torch.cat([hidden, ~torch.diag_embed(alone)], dim=2)
-                keys, values = (_with_own(x, group.of_rows(y), alone) for x, y in ((keys, k), (values, v)))
+                keys, values = (_with_own(x, group.take(y), alone) for x, y in ((keys, k), (values, v)))
             mask, blind = mask_of(hidden, wide.dtype), hidden.all(dim=2) if ranges else end <= 0
-        group.scatter(out, attend(group.of_rows(wide), keys, values, mask, blind, scale).to(q.dtype))
+        group.scatter(out, attend(group.take(wide), keys, values, mask, blind, scale).to(q.dtype))
     return out
 
 
@@ -88,45 +96,24 @@ def _with_own(values: Tensor, own: Tensor, alone: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Group:
-    """Sequences of one padded shape, shared by all layers.
+class _Seen:
+    """The keys that a group of sequences sees, shared by all layers.
 
     Attributes:
-        count: number g of sequences.
-        rows: their rows, R of each; a sequence with fewer repeats its first. A slice if they are each other's
-            neighbours and none is repeated, else i64[g * R].
-        live: places in [g * R] of the rows that are not repeated, i64[live]; None: all.
+        group: the sequences.
         pages: i64[g * n], pages of the first positions of each, filled up to n of them. The number depends on how many
             positions the sequence sees, and on nothing else.
-        unseen: i64[u], the slots in those pages that no row of their sequence sees; they may hold NaN.
+        unseen: i64[u], the slots in those pages that no row of their sequence sees; they may hold NaN. None: all are.
         slots: i64[K], the positions in the n pages of a sequence.
         mask: [g, 1, K], see `attend`, if all rows of a sequence see the same; else None, because it would take too much
             memory. It is there also where all is seen, since a CPU's kernel computes other bits without one.
     """
 
-    count: int
-    rows: slice | Tensor
-    live: Tensor | None
+    group: Group
     pages: Tensor
     unseen: Tensor | None
     slots: Tensor
     mask: Tensor | None
-
-    def of_rows(self, values: Tensor) -> Tensor:
-        """values[N, ...] of the rows, [g, R, ...]."""
-        found = values[self.rows] if isinstance(self.rows, slice) else values.index_select(0, self.rows)
-        return found.unflatten(0, (self.count, -1))
-
-    def scatter(self, out: Tensor, values: Tensor) -> None:
-        """Write values[g, R, ...] of the rows to their places in `out`."""
-        if isinstance(self.rows, slice):
-            out[self.rows].unflatten(0, (self.count, -1)).copy_(values)
-            return
-        found = values.flatten(0, 1)
-        if self.live is None:
-            out.index_copy_(0, self.rows, found)
-        else:
-            out.index_copy_(0, self.rows[self.live], found[self.live])
 
     def taken(self, cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Keys or values [g, K, Hkv, D] of the positions in those pages, in order and in `dtype` if there are scales.
@@ -138,68 +125,31 @@ class _Group:
             values = unscaled(values, scale.index_select(0, self.pages).flatten(0, 1), dtype)
         if self.unseen is not None:
             values.index_fill_(0, self.unseen, 0)
-        return values.unflatten(0, (self.count, -1))
+        return values.unflatten(0, (-1, self.group.keys))
 
 
 @per_stage
-def _groups(
+def _seen(
     page_table: Tensor, cu_rows: Tensor, limit: Tensor, own: Tensor | None, shape: torch.Size, dtype: torch.dtype
-) -> list[_Group]:
-    """Sequences with a row that sees at least one position, or a key of its own, by padded shape.
-
-    Args:
-        shape: (page, Hkv, D) of the caches. A group has at most `GROUP_KEYS` elements of keys, or one sequence.
-    """
-    starts, limits, page = cu_rows.tolist(), limit.tolist(), shape[0]
+) -> list[_Seen]:
+    """Sequences with a row that sees at least one position, or a key of its own; shape: that of the caches."""
+    starts, limits, page = cu_rows.tolist(), limit.tolist(), shape[1]
     alone = [False] * len(limits) if own is None else own.tolist()
-    alike: dict[tuple[int, int, bool, bool], list[tuple[int, int, list[int]]]] = {}
+    lengths, alike, pages = list[int](), list[bool](), list[list[int]]()
     for s, table in enumerate(page_table.tolist()):
-        ends = limits[starts[s] : starts[s + 1]]
-        length = max([0, *ends])
-        if length == 0 and not any(alone[starts[s] : starts[s + 1]]):
-            continue
-        pages = _pages(table, length, page)
-        kind = padded_length(len(ends)), len(pages), min(ends) == length, length < len(pages) * page
-        alike.setdefault(kind, []).append((s, length, pages))
-    found = []
-    for (rows, n, same, unseen), members in alike.items():
-        most = max(1, GROUP_KEYS // (n * shape.numel()))
-        for at in range(0, len(members), most):
-            found.append(_group(members[at : at + most], starts, rows, n * page, same, unseen, limit.device, dtype))
+        rows = slice(starts[s], starts[s + 1])
+        lengths.append(max([0, *limits[rows]]))
+        alike.append(min(limits[rows], default=0) == lengths[s])
+        pages.append(_pages(table, lengths[s], page) if lengths[s] or any(alone[rows]) else [])
+    found, device = [], limit.device
+    for group in groups(cu_rows, [page * len(each) for each in pages], gathered=shape[2:].numel()):
+        members, slots = group.sequences.tolist(), torch.arange(group.keys, device=device)
+        hidden = slots >= torch.tensor([lengths[s] for s in members], device=device)[:, None]
+        unseen = hidden.flatten().nonzero()[:, 0]
+        mine = torch.tensor([number for s in members for number in pages[s]], device=device)
+        mask = mask_of(hidden[:, None], dtype) if all(alike[s] for s in members) else None
+        found.append(_Seen(group, mine, unseen if len(unseen) else None, slots, mask))
     return found
-
-
-def _group(
-    members: list[tuple[int, int, list[int]]],
-    starts: list[int],
-    rows: int,
-    keys: int,
-    alike: bool,
-    unseen: bool,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> _Group:
-    """Join members (sequence, length, pages) whose rows and keys are filled up to the same numbers."""
-    column, slots = torch.arange(rows, device=device), torch.arange(keys, device=device)
-    first = torch.tensor([starts[s] for s, *_ in members], device=device)[:, None]
-    ends = torch.tensor([starts[s + 1] for s, *_ in members], device=device)[:, None]
-    lengths = torch.tensor([length for _, length, _ in members], device=device)[:, None]
-    live = first + column < ends
-    index: slice | Tensor = torch.where(live, first + column, first).flatten()
-    whole = bool(live.all())
-    begin, end = starts[members[0][0]], starts[members[-1][0] + 1]
-    if whole and end - begin == len(members) * rows:
-        index = slice(begin, end)
-    hidden = slots >= lengths
-    return _Group(
-        count=len(members),
-        rows=index,
-        live=None if whole else live.flatten().nonzero()[:, 0],
-        pages=torch.tensor([page for _, _, pages in members for page in pages], device=device),
-        unseen=hidden.flatten().nonzero()[:, 0] if unseen else None,
-        slots=slots,
-        mask=mask_of(hidden[:, None], dtype) if alike else None,
-    )
 
 
 def _pages(table: list[int], length: int, page: int) -> list[int]:
@@ -241,16 +191,15 @@ def workspace(device: torch.device, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         sizes = q.element_size(), k_cache.element_size()
         return share_bytes(q.shape, len(rest[0]) - 1, heads, page, page_table.shape[1] * page, *sizes, device)
     b, keys = page_table.shape[0], page_table.shape[1] * page
-    # A group is bounded by its keys; what one sequence needs may be more.
-    together = min(b, max(1, GROUP_KEYS // max(1, keys * heads * width)))
-    rows = together * q.numel() // max(b, 1)
-    values, size = 2 * min(2 * together, b) * keys * heads * width + rows, q.element_size()
+    some = min(b, together(keys * heads * width))
+    rows = some * q.numel() // max(b, 1)
+    values, size = 2 * min(2 * some, b) * keys * heads * width + rows, q.element_size()
     if rest[8:9] not in ((), (None,)):
-        values += 2 * heads * width * together * (keys + q.shape[0] // max(b, 1))
+        values += 2 * heads * width * some * (keys + q.shape[0] // max(b, 1))
     if k_cache.dtype == FLOAT8:  # as stored, and in fp32; all queries and a group's results in fp32, too
         size = max(size, 4)
-        values += together * keys * heads * width + q.numel() + rows
-    return size * (values + b * keys) + 8 * keys * -(-b // together)
+        values += some * keys * heads * width + q.numel() + rows
+    return size * (values + b * keys) + 8 * keys * -(-b // some)
 
 
 def samples(generator: torch.Generator) -> Iterator[Sample]:

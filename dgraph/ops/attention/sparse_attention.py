@@ -146,7 +146,7 @@ def _over_key_rows(
         blind = at[:, :1] >= most  # positions ascend: a row that does not see the first key sees none
         k, v = (_taken(*rows, index, q.dtype) for rows in (keys, values))
         mask = mask_of(hidden, k.dtype)
-        found = attend(take(q, group.rows).to(k.dtype), k, v, mask, blind, scale)
+        found = attend(group.take(q).to(k.dtype), k, v, mask, blind, scale)
         group.scatter(out, found.to(q.dtype))
 
 
