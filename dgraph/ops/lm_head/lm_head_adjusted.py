@@ -21,7 +21,7 @@ is divided by it, a negative one is multiplied. addend f32[b, V]: then added; -i
 least one id of a sequence has a finite one. least f32[b], in [0, 1]: ids whose p = softmax(z / T) (T = 1 for
 temperature 0) is below `least` times the largest p are then left out; 0 leaves out none.
 A scale of 1 with an addend of 0 and a least of 0 gives what dgraph::lm_head gives, to the bit.
-Deterministic. Holds two further fp32 copies of one chunk's logits."""
+Deterministic. Holds further fp32 copies of one chunk's logits, two on a GPU and five on a CPU."""
 
 
 def adjusted(logits: Tensor, scale: Tensor, addend: Tensor) -> Tensor:
@@ -40,6 +40,16 @@ def cut_below(logits: Tensor, least: Tensor, temperature: Tensor) -> Tensor:
     return logits.masked_fill(logits < border[:, None], -torch.inf)
 
 
+def decided_by(
+    logits: Tensor, of: Tensor, temperature: Tensor, suppress: int, scale: Tensor, addend: Tensor, least: Tensor
+) -> Tensor:
+    """Logits [R, V] by which rows of sequences `of` i64[R] are decided, from the tables of all sequences."""
+    found = adjusted(logits, scale[of], addend[of])
+    if suppress >= 0:  # its probability must not count as the largest
+        found[:, suppress] = -torch.inf
+    return cut_below(found, least[of], temperature)
+
+
 def reference(
     h: Tensor,
     weight: Tensor,
@@ -56,11 +66,7 @@ def reference(
     least: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def adjust(rows: Tensor, logits: Tensor) -> Tensor:
-        of = sequence[rows]
-        logits = adjusted(logits, scale[of], addend[of])
-        if suppress >= 0:  # its probability must not count as the largest
-            logits[:, suppress] = -torch.inf
-        return cut_below(logits, least[of], temperature[rows])
+        return decided_by(logits, sequence[rows], temperature[rows], suppress, scale, addend, least)
 
     return lm_head.decode_candidates(
         h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed, adjust=adjust

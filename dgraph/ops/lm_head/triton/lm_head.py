@@ -221,14 +221,18 @@ def _listed_rows(
         else:
             some = gathered(h, part, most)
         logits = rows_linear.kernel(some, weight, bias, part.counts)
-        live = torch.arange(len(logits), device=h.device) < part.counts[-1]
         if adjust is not None:
-            logits = adjust(part.rows[: len(logits)], live, logits)
+            logits = adjust(part.rows[: len(logits)], _live(part, logits), logits)
         of_rows = candidate, temperature, seed, suppress, token, confidence, margin, entropy
         reduce_logits(logits, *of_rows, listed=part, share=share)
         if measure is not None:
-            measure(part.rows[: len(logits)], live, logits, token)
+            measure(part.rows[: len(logits)], _live(part, logits), logits, token)
         del some, logits  # or two chunks would be alive at once
+
+
+def _live(part: Listed, logits: Tensor) -> Tensor:
+    """Flag the rows of logits [R, V] that the list has."""
+    return torch.arange(len(logits), device=logits.device) < part.counts[-1]
 
 
 def reduce_logits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dgraph.ops.lm_head.lm_head_adjusted import adjusted, cut_below
+from dgraph.ops.lm_head.lm_head_adjusted import decided_by
 from dgraph.ops.lm_head.triton import lm_head
 
 
@@ -29,10 +29,7 @@ def kernel(
     def adjust(rows: Tensor, live: Tensor, logits: Tensor) -> Tensor:
         row = torch.where(live, rows, 0)  # rows after the last of a list may hold any number
         of = torch.where(live, sequence[row], 0)
-        logits = adjusted(logits, scale[of], addend[of])
-        if suppress >= 0:
-            logits[:, suppress] = -torch.inf
-        return cut_below(logits, least[of], temperature[row])
+        return decided_by(logits, of, temperature[row], suppress, scale, addend, least)
 
     return lm_head.decode_candidates(
         h, weight, bias, candidate, temperature, seed, max_num_logits, suppress, packed, adjust=adjust
