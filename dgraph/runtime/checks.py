@@ -327,6 +327,12 @@ def check_open_blocks(
             f"done. Use a threshold, or a rule with the trait holds_back.",
             field="open_blocks",
         )
+    if reads := [name for name in ("processors", "credit") if getattr(chosen.sampling, name)]:
+        raise InputError(
+            f"{asked}: {reads[0]} of the sampler reads the columns and the steps of one block; leave it out, or "
+            f"open_blocks=1.",
+            field="open_blocks",
+        )
     others = {
         "evicts rows by the statistics of one block": "kept" in step.output_names,
         f"leaves rows out (block_cache={block_cache!r})": block_cache != "off",

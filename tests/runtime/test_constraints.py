@@ -185,10 +185,22 @@ def test_a_schema_holds_under_every_recipe(name: str, recipe: str) -> None:
         jsonschema.validate(json.loads(said), PERSON)
 
 
-def test_a_model_that_is_right_stays_right() -> None:
-    free = model("tiny_sdar").generate(PROMPT, max_new_tokens=32)
-    held = model("tiny_sdar").generate(PROMPT, constraint=Constraint.regex("(?s:.*)"), max_new_tokens=32)
+@pytest.mark.parametrize("how", [{}, {"open_blocks": 3, "block_length": 8}], ids=["one block", "several"])
+def test_a_model_that_is_right_stays_right(how: Mapping[str, Any]) -> None:
+    free = model("tiny_sdar").generate(PROMPT, max_new_tokens=32, **how)
+    held = model("tiny_sdar").generate(PROMPT, constraint=Constraint.regex("(?s:.*)"), max_new_tokens=32, **how)
     assert held.token_ids == free.token_ids
+
+
+def test_a_schema_holds_with_several_open_blocks() -> None:
+    """Also beside requests that open one, in steps that have room for more."""
+    one, constraint = model("tiny_sdar"), Constraint.json_schema(PERSON)
+    held = dgraph.Decoding(constraint=constraint, max_new_tokens=40, block_length=8)
+    said = one.generate([PROMPT, "a b"], held.changed({"open_blocks": 3})).texts
+    with one.engine(max_sequences=2, max_tokens=96, block_length=8, open_blocks=3) as engine:
+        said += [response.text for response in engine.generate([PROMPT, "a b"], held)]
+    for text in said:
+        jsonschema.validate(json.loads(text), PERSON)
 
 
 def test_a_response_that_is_cut_can_be_completed() -> None:

@@ -17,6 +17,7 @@ from dgraph.errors import InputError
 from dgraph.runtime import ConfidenceThreshold, StepRecord
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import Candidates, DynamicThreshold, RelativeThreshold
+from dgraph.runtime.sampling.sampler import Credit, Sampler
 from dgraph.testing import models
 from tests.amounts import first_cases
 from tests.compiled import compiled
@@ -191,6 +192,7 @@ def test_settings_are_checked_and_survive_json() -> None:
         ("sdar", "sparse_dllm", {}, "packs the keys around one block"),
         ("llada", "dense", {}, "rows see the whole canvas"),
         ("fast_dllm_v2", "dense", {}, "a finished block is encoded in a forward of its own"),
+        ("sdar", "dense", {"sampler": Sampler(credit=Credit())}, "credit of the sampler reads the columns"),
     ],
 )
 def test_what_takes_one_block_refuses_several(name: str, recipe: str, words: dict[str, Any], told: str) -> None:

@@ -115,7 +115,7 @@ class Batch:
         self._ahead = foresee and config.block_cache == "off" and observer is None
         if self._ahead and plan is not None and not self.causal:
             self._counts = RowCounts(plan, shape.slots, spec.logit_shift)
-        self._decide = Decide(spec, shape.block)
+        self._decide = Decide(spec)
         self._flying: Flight | None = None
         self._steps = 0
 

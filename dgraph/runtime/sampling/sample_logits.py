@@ -27,14 +27,13 @@ class Decide:
 
     Args:
         spec: the model.
-        block: columns of a block.
 
     Attributes:
         failed: exceptions of samplers in the last step, by slot.
     """
 
-    def __init__(self, spec: ModelSpec, block: int):
-        self._spec, self._block = spec, block
+    def __init__(self, spec: ModelSpec):
+        self._spec = spec
         self._decoders: dict[Sampler, LogitsDecoder] = {}
         self.failed: dict[int, Exception] = {}
 
@@ -117,13 +116,13 @@ class Decide:
         if rows.added is not None:
             live = live & ~rows.added[at]
         sequence = torch.where(live, rows.sequence[at], -1).tolist()
-        position = (state.start[rows.sequence[at]] + rows.column[at] - self._block).tolist()
+        position = (state.start[rows.sequence[at]] + rows.column[at] - state.width).tolist()
         starts, canvas = state.start.tolist(), state.canvas.cpu()
         masked = state.block_masked.cpu()
         token, confidence = outputs["token"].clone(), outputs["confidence"].clone()
         for slot, guide in asked.items():
             begin = guides[slot][1] - guide.begun
-            stop = starts[slot] + self._block
+            stop = starts[slot] + state.width
             known: list[int | None] = list(canvas[slot, begin:stop].tolist())
             for column in masked[slot].nonzero()[:, 0].tolist():
                 if starts[slot] + column >= begin:
@@ -162,8 +161,8 @@ class Decide:
     ) -> None:
         """Write one sampler's decisions on its entries of the logits into `decided`."""
         rows, state, at = transition.rows, transition.state, row[entry]
-        sequence, column = rows.sequence[at], rows.column[at] - self._block
-        inside = column.clamp(max=self._block - 1)  # a row may predict the position after the block
+        sequence, column = rows.sequence[at], rows.column[at] - state.width
+        inside = column.clamp(max=state.width - 1)  # a row may predict the position after the blocks
         heat = state.temperature[sequence]
         context = RowContext(
             sequence=sequence,
@@ -173,7 +172,7 @@ class Decide:
             forwards=state.forwards[sequence],
             seed=transition.inputs["seed"][at],
             tokens=state.canvas,
-            block=self._block,
+            block=state.width,
             temperature=heat,
             unconditional=None if unconditional is None else unconditional[entry],
             adjust=self._adjust(transition, sequence),

@@ -37,12 +37,12 @@ class RowContext:
     Attributes:
         sequence: i64[R], index in the batch, 0 <= sequence < b.
         position: i64[R], position in the sequence.
-        column: i64[R], column in the block.
+        column: i64[R], column of those of the open blocks.
         masked: bool[R], not decoded yet.
         forwards: i64[R], steps that the row's block has had before.
         seed: i64[R], see `runtime.seeds.row_seeds`.
         tokens: i64[b, T], prompts and decoded tokens, mask tokens elsewhere.
-        block: block length.
+        block: columns of the open blocks, of which there is one but for `Decoding.open_blocks`.
         temperature: f32[R], in place of the sampler's.
         unconditional: [R, V], logits of the same rows without the prompt, for guidance.
         adjust: what the request asks of its logits, given those [R, V] of all rows; see `adjustments`.
