@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dgraph.errors import CheckpointError
 from dgraph.families.adapters import Adapter, LowRank
+from dgraph.families.hub import ADAPTER as CONFIG
 from dgraph.models.files import read_files, weight_files
 from dgraph.models.objects import read_object
 
-CONFIG = "adapter_config.json"
 _BEFORE, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 _ALL_LINEAR = "all-linear"
 _KNOWN: Mapping[str, tuple[Any, ...]] = {
@@ -27,15 +27,15 @@ _KNOWN: Mapping[str, tuple[Any, ...]] = {
 """Keys of its config, and the values under which scale * up @ down is all that it adds. Other ways of `init` change the
 model's own weights, too.
 """
-_READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules")
+_PATTERNS = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+"""Keys of ranks and scales: of some modules by pattern, which drafts do not read, and of all others."""
+_READ = ("use_rslora", "target_modules", *(key for keys in _PATTERNS for key in keys))
 _NO_MATTER = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("exclude_modules", "lora_dropout", "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "ensure_weight_tying", "corda_config", "lora_ga_config", "megatron_config"),
 )
 """Keys of training, of what its tensors show, and settings of ways of `init_lora_weights`."""
-_OF_DRAFTS = ("rank_pattern", "alpha_pattern")
-"""Keys of more than one rank or scale, which drafts do not read."""
 
 
 def read_adapter(folder: Path, weights: Mapping[str, tuple[str, Tensor]]) -> Adapter:
@@ -50,7 +50,7 @@ def read_adapter(folder: Path, weights: Mapping[str, tuple[str, Tensor]]) -> Ada
         CheckpointError: as `read_products`; and for an adapter of several ranks or scales.
     """
     config = _config_of(folder)
-    for key in _OF_DRAFTS:
+    for key, _ in _PATTERNS:
         if config.get(key):
             raise CheckpointError(
                 f"{folder / CONFIG}: {key} is {config[key]!r}, expected {{}}: drafts read a low-rank product of one "
@@ -88,7 +88,7 @@ def read_products(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, LowR
                 f"{folder} has the tensor {name}, expected {_BEFORE}NAME{_DOWN} and {_BEFORE}NAME{_UP}, where NAME is "
                 f"a linear layer of this model's layers, such as {next(iter(weights), 'none').removesuffix('.weight')}."
             )
-        if not _targeted(module, config.get("target_modules")):
+        if not _targeted(module, config.get("target_modules"), folder / CONFIG):
             raise CheckpointError(
                 f"{folder} has the tensor {name}, but target_modules in {CONFIG} is {config['target_modules']!r}, "
                 f"which leaves {module} out; the two do not belong together."
@@ -145,9 +145,6 @@ def _settings(config: Mapping[str, Any], folder: Path) -> Callable[[str], tuple[
     return of
 
 
-_PATTERNS = (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
-
-
 def _by_pattern(config: Mapping[str, Any], patterns: str, key: str, module: str, path: Path) -> Any:
     """The value of the first pattern that the end of a module's path matches, as PEFT has it; else that of the key."""
     said = config.get(patterns) or {}
@@ -159,8 +156,11 @@ def _by_pattern(config: Mapping[str, Any], patterns: str, key: str, module: str,
         raise CheckpointError(f"{path}: {patterns} has a pattern that cannot be read: {error}.") from None
 
 
-def _targeted(module: str, targets: Any) -> bool:
+def _targeted(module: str, targets: Any, path: Path) -> bool:
     """Say if `target_modules` names a module: it is a pattern of whole paths or a list of their ends, or is silent."""
     if isinstance(targets, list):
         return any(module == target or module.endswith(f".{target}") for target in targets)
-    return targets in (None, _ALL_LINEAR) or re.fullmatch(str(targets), module) is not None
+    try:
+        return targets in (None, _ALL_LINEAR) or re.fullmatch(str(targets), module) is not None
+    except re.error as error:
+        raise CheckpointError(f"{path}: target_modules has a pattern that cannot be read: {error}.") from None

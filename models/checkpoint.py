@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from dgraph.errors import CheckpointError
 from dgraph.families.causal import Causal
+from dgraph.families.hub import is_gguf
 from dgraph.families.pipelines import tokenizer_folder
 from dgraph.families.quantised import PARTS, Format
 from dgraph.families.weights import Stored, WeightSource, hollow
 from dgraph.models import difference
 from dgraph.models.files import read_files, weight_files
-from dgraph.models.gguf_file import is_gguf, own_dtype, tensors_of
+from dgraph.models.gguf_file import own_dtype, tensors_of
 from dgraph.models.layouts import Quantised
 from dgraph.models.matching import Layout, as_named, match, with_own_prefix
 from dgraph.models.native import with_ids

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import CheckpointError, InputError
-from dgraph.families.weights import Made, Stored
-
-SUFFIX = ".gguf"
+from dgraph.families.hub import GGUF
+from dgraph.families.weights import Made, Stored, made
 
 KEYS = {
     "vocab_size": "vocab_size",
@@ -170,11 +169,6 @@ class File:
         return found
 
 
-def is_gguf(path: Path) -> bool:
-    """Say if a path is a GGUF file, and no folder."""
-    return path.suffix == SUFFIX and path.is_file()
-
-
 def shards_of(path: Path) -> list[Path]:
     """The files that belong together with one of them.
 
@@ -184,7 +178,7 @@ def shards_of(path: Path) -> list[Path]:
     found = _SHARD.fullmatch(path.name)
     if found is None:
         return [path]
-    shards = sorted(path.parent.glob(f"{found[1]}-?????-of-{found[2]}{SUFFIX}"))
+    shards = sorted(path.parent.glob(f"{found[1]}-?????-of-{found[2]}{GGUF}"))
     if len(shards) != int(found[2]):
         raise CheckpointError(f"{path.parent} has {len(shards)} of the {int(found[2])} shards of {found[1]}.")
     return shards
@@ -315,11 +309,7 @@ def _stored(data: Any, tensor: Any, path: Path) -> Stored:
 
 def _put_back(stored: Stored, heads: int) -> Made:
     """A weight of queries or keys with its rows in the order of transformers."""
-    return Made(
-        tuple(stored.shape),
-        stored.dtype,
-        lambda: in_halves(stored.make() if isinstance(stored, Made) else stored, heads),
-    )
+    return Made(tuple(stored.shape), stored.dtype, lambda: in_halves(made(stored), heads))
 
 
 def in_halves(weight: Tensor, heads: int) -> Tensor:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dgraph.errors import CheckpointError, DgraphError
-from dgraph.models.gguf_file import config_of, is_gguf
+from dgraph.families.hub import is_gguf
+from dgraph.models.gguf_file import config_of
 
 GENERATION = "generation_config.json"
 

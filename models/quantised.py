@@ -94,7 +94,7 @@ def _refuse_nan(module: str, parts: Mapping[str, Tensor]) -> None:
     for leaf, tensor in parts.items():
         if tensor.dtype != torch.float8_e4m3fn:
             continue
-        if count := int((tensor.view(torch.uint8) & 0x7F == 0x7F).sum()):
+        if count := int(torch.count_nonzero(tensor.view(torch.uint8) & 0x7F == 0x7F)):
             raise CheckpointError(
                 f"{module}.{leaf} has NaN in {count} of its float8 numbers; fetch or export the checkpoint again."
             )

@@ -13,8 +13,9 @@ from typing import Any
 
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import check_text
+from dgraph.families.hub import is_gguf
 from dgraph.models.chat import DEFAULT, ChatTemplates, Message, text_of
-from dgraph.models.gguf_file import is_gguf, open_file
+from dgraph.models.gguf_file import open_file
 from dgraph.models.literal import Literals
 from dgraph.models.token_bounds import BYTE_NAMES, longest_token
 

@@ -26,7 +26,7 @@ from dgraph.cache.store import Store
 from dgraph.compiler.compilation import Compilation, WarmUp
 from dgraph.errors import CacheError, InputError, UnknownName
 from dgraph.families import DIFFERENCE, Model, folder_of
-from dgraph.families.hub import needed
+from dgraph.families.loading import files_of
 from dgraph.frontend.frozen import capture_or_load
 from dgraph.passes import PASSES
 from dgraph.passes.base import pass_from_json
@@ -150,7 +150,7 @@ def write_program(
             made.mkdir()
             upkeep.export(chosen, made / ARTIFACTS)
             if weights:
-                _copy(checkpoint, made / MODEL, model.spec.adapter)
+                _copy(checkpoint, made / MODEL)
             said = {
                 KIND: VERSION,
                 "machine": dict(program_key(device, origin.compilation.backend == "inductor").inputs),
@@ -216,8 +216,9 @@ def read_program(folder: str | Path, model: str | Path | None = None) -> Opened:
         inside = where / MODEL
         source = str(model) if model is not None else str(inside.absolute()) if inside.is_dir() else said["source"]
         checkpoint = folder_of(source)
+        below = checkpoint.parent if checkpoint.is_file() else checkpoint
         for name, fingerprint in said["files"].items():
-            _check_file(checkpoint / name, fingerprint)
+            _check_file(below / name, fingerprint)
         return Opened(
             where,
             source,
@@ -273,10 +274,7 @@ def _digest(said: Mapping[str, Any]) -> str:
 
 def _fingerprints(checkpoint: Path) -> dict[str, str]:
     """Fingerprints of the files of a checkpoint that models are read from, by name."""
-    if checkpoint.is_file():
-        return {checkpoint.name: _fingerprint(checkpoint)}
-    files = needed(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file())
-    return {name: _fingerprint(checkpoint / name) for name in sorted(files)}
+    return {name: _fingerprint(file) for name, file in sorted(files_of(checkpoint).items())}
 
 
 def _fingerprint(file: Path) -> str:
@@ -292,12 +290,10 @@ def _fingerprint(file: Path) -> str:
     return f"{size} {digest.hexdigest()}"
 
 
-def _copy(checkpoint: Path, to: Path, adapter: str) -> None:
-    to.mkdir()
-    for name in _fingerprints(checkpoint):
-        shutil.copyfile(checkpoint / name, to / name)
-    if adapter and (checkpoint / adapter).is_dir():
-        shutil.copytree(checkpoint / adapter, to / adapter)
+def _copy(checkpoint: Path, to: Path) -> None:
+    for name, file in files_of(checkpoint).items():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, to / name)
 
 
 def _compilation_data(compilation: Compilation) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from dgraph.cache.store import open_store
 from dgraph.compiler.base_graph import Weights, quantising
 from dgraph.errors import CheckpointError, InputError
 from dgraph.families import DIFFERENCE, Model, folder_of, resolve
+from dgraph.families.hub import ADAPTER, CONFIG, INDEX
 from dgraph.families.quantised import WHOLE, Format, QuantisedWeight, packed, quantise, sizes_of
 from dgraph.families.weights import Shapes, weights_of
 from dgraph.frontend.frozen import capture_or_load
@@ -29,9 +30,6 @@ from dgraph.passes.quantize_weights import QuantizeWeights
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of files of weights, which are not copied as they are."""
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
-"""File that marks the folder of an adapter, see `dgraph.load(folder, adapter=...)`."""
 SHARD_BYTES = 4 * 2**30
 """Bytes of weights in a file at most, unless one weight has more."""
 

@@ -72,14 +72,15 @@ def merged(
     parameters = weights_of(module, prefix)
     embeds = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     flat = [name for name, p in parameters.items() if p.dim() == 2 and id(p) not in embeds]
-    here = [(n, own(n), parameters[n]) for n in flat] if source is None else source.stored()
-    linear = {o: (n, w) for n, o, w in here if w.dim() == 2 and id(parameters.get(n)) not in embeds}
-    products = read({o: hollow(w.shape, torch.float32, w.device) for o, (_, w) in linear.items()})
+    here = [(n, own(n), parameters[n]) for n in flat] if source is None else source.named()
+    linear = {o: (n, w) for n, o, w in here if len(w.shape) == 2 and id(parameters.get(n)) not in embeds}
+    there = {o: w.device if isinstance(w, Tensor) else torch.device("cpu") for o, (_, w) in linear.items()}
+    products = read({o: hollow(w.shape, torch.float32, there[o]) for o, (_, w) in linear.items()})
     memo = {id(tensor): tensor for tensor in parameters.values()}
     if source is not None:
         return copy.deepcopy(module, memo), source.changed({o: product.added for o, product in products.items()})
     for name, product in products.items():
-        weight = linear[name][1]
+        weight = parameters[linear[name][0]]
         made_of = product.added(weight.detach()).to(weight.dtype)
         memo[id(weight)] = nn.Parameter(made_of, requires_grad=False)
     return copy.deepcopy(module, memo), None

@@ -23,6 +23,8 @@ from dgraph.errors import CheckpointError, InputError
 DOWNLOAD = "DGRAPH_DOWNLOAD"
 """The variable that forbids downloads, if it is 0."""
 CONFIG = "config.json"
+GGUF = ".gguf"
+"""Suffix of files of llama.cpp, which hold a whole checkpoint; see `dgraph.models.gguf_file`."""
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 DESCRIBING = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -35,6 +37,11 @@ _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _SHARD = "model-*-of-*.safetensors"
 _PARTIAL = "*.incomplete"
 """Names that huggingface_hub gives to what has arrived of a file."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Say if a path is a GGUF file, and no folder."""
+    return path.suffix == GGUF and path.is_file()
 
 
 def is_id(name: str) -> bool:

@@ -14,16 +14,15 @@ from dgraph.errors import CaptureError, CheckpointError, InputError, UnknownName
 from dgraph.families.adapters import merged
 from dgraph.families.architectures import unsupported
 from dgraph.families.family import GROUP, Model, Tokenizer, embedded, families
-from dgraph.families.hub import CONFIG, folder_of_id, is_id, name_of_id
-from dgraph.families.pipelines import INDEX, pipeline_of
+from dgraph.families.hub import CONFIG, DESCRIBING, GGUF, folder_of_id, is_gguf, is_id, name_of_id, needed
+from dgraph.families.pipelines import INDEX, PARTS, pipeline_of
 from dgraph.families.room import check_room
 from dgraph.families.weights import read_all, weights_of
 from dgraph.plans.calibration import FILE, apply_calibration
 from dgraph.settings import AUTO, DtypeLike, dtype_name, torch_device, torch_dtype
 from dgraph.spec import FACTS
 
-GGUF = ".gguf"
-"""Suffix of files of llama.cpp, which hold a whole checkpoint; see `dgraph.models.gguf_file`."""
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _LATER_SHARD = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
@@ -205,7 +204,7 @@ def folder_of(name: str | Path) -> Path:
     if isinstance(name, str) and is_id(name):
         return folder_of_id(name)
     folder = embedded()[str(name)].folder if str(name) in embedded() else Path(os.path.abspath(name))
-    if folder.suffix == GGUF and folder.is_file():
+    if is_gguf(folder):
         return folder
     if not folder.is_dir():
         if "/" in str(name) or folder.exists():
@@ -226,6 +225,23 @@ def folder_of(name: str | Path) -> Path:
             f"{folder} has no config.json; a checkpoint folder holds config.json, *.safetensors and a tokenizer.{below}"
         )
     return folder
+
+
+def files_of(checkpoint: Path) -> dict[str, Path]:
+    """The files that a model is loaded from, by their paths below the folder: of a `folder_of`, folder or GGUF file."""
+    if checkpoint.is_file():
+        beside = {file.name: file for pattern in DESCRIBING for file in sorted(checkpoint.parent.glob(pattern))}
+        part = _SHARD.search(checkpoint.name)
+        of_one = f"{checkpoint.name[: part.start()]}-*-of-{part[1]}{GGUF}" if part else checkpoint.name
+        return beside | {file.name: file for file in sorted(checkpoint.parent.glob(of_one))}
+    below = PARTS if (checkpoint / INDEX).is_file() else ()
+    found: dict[str, Path] = {}
+    for root in (checkpoint, *(checkpoint / name for name in below)):
+        there = [file for file in root.rglob("*") if file.is_file()]
+        names = needed(file.relative_to(root).as_posix() for file in there)
+        chosen = [*(root / name for name in names), *root.glob("*.bin*")]
+        found |= {file.relative_to(checkpoint).as_posix(): file for file in chosen}
+    return found
 
 
 def _gguf_alone(folder: Path) -> list[Path]:

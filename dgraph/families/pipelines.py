@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dgraph.errors import CheckpointError, warn
+from dgraph.families.hub import CONFIG
 
 INDEX = "model_index.json"
 """The file that makes a folder a pipeline."""
@@ -61,6 +62,10 @@ _KINDS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Rule]]] = {
 """Pipelines that are read, each with the scheduler that is a rule for its model."""
 
 
+PARTS = ("model", "tokenizer", "processor", "scheduler")
+"""Folders of a pipeline that are read."""
+
+
 def pipeline_of(folder: Path) -> Pipeline | None:
     """The pipeline that a folder is; None for any other folder.
 
@@ -75,7 +80,7 @@ def pipeline_of(folder: Path) -> Pipeline | None:
     if kind not in _KINDS:
         raise CheckpointError(f"{folder / INDEX}: _class_name is {kind!r}, expected one of {', '.join(_KINDS)}.")
     model = folder / "model"
-    if not (model / "config.json").is_file():
+    if not (model / CONFIG).is_file():
         raise CheckpointError(f"{folder} is a {kind} without model/config.json; fetch the rest of it.")
     path = folder / "scheduler" / "scheduler_config.json"
     said = _object(path) if path.is_file() else {}

@@ -112,14 +112,14 @@ class WeightSource:
     def __contains__(self, name: str) -> bool:
         return name in self._stored
 
+    def named(self) -> list[tuple[str, str, Stored]]:
+        """Tensors with a name in the checkpoint, each as (name of the weight, the checkpoint's own name, tensor)."""
+        every = ((name, zip(names, self._stored[name], strict=True)) for name, names in self._names.items())
+        return [(name, own, block) for name, blocks in every for own, block in blocks]
+
     def stored(self) -> list[tuple[str, str, Tensor]]:
-        """Tensors that are stored as they are, each as (name of the weight, the checkpoint's own name, tensor)."""
-        return [
-            (name, own, block)
-            for name, names in self._names.items()
-            for own, block in zip(names, self._stored[name], strict=True)
-            if isinstance(block, Tensor)
-        ]
+        """Tensors of `named` that are stored as they are."""
+        return [(name, own, block) for name, own, block in self.named() if isinstance(block, Tensor)]
 
     def changed(self, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> WeightSource:
         """The source with tensors that are changed whenever they are read, by the checkpoint's own names."""

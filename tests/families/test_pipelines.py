@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import dgraph
 from dgraph.cli import app
 from dgraph.compiler.saving import save_quantised
-from dgraph.errors import CheckpointError, DgraphWarning, InputError
+from dgraph.errors import CacheError, CheckpointError, DgraphWarning, InputError
 from dgraph.runtime.decoding import Decoding
 from dgraph.runtime.policies import DynamicThreshold, JointThreshold, Renoise
 from dgraph.spec import ModelSpec
@@ -125,3 +125,17 @@ def test_other_pipelines_are_refused_by_their_name(tmp_path: Path) -> None:
     (folder / "model_index.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"model_index\.json holds a list, expected an object"):
         dgraph.load(folder)
+
+
+def test_a_saved_program_has_every_part_of_a_pipeline(tmp_path: Path) -> None:
+    folder, store = pipeline(tmp_path / "pipe"), tmp_path / "store"
+    made = dgraph.optimize(folder, "dense", backend="eager", artifacts=store)
+    made.save(tmp_path / "program", weights=True)
+    opened = dgraph.open(tmp_path / "program", trust=True, artifacts=store)
+    ids = [[5, 6, 7]]
+    wanted = made.generate(input_ids=ids, max_new_tokens=8).token_ids
+    assert opened.generate(input_ids=ids, max_new_tokens=8).token_ids == wanted
+    made.save(tmp_path / "beside")
+    (folder / "model" / "config.json").write_text("{}")
+    with pytest.raises(CacheError, match=r"model/config\.json is not the file"):
+        dgraph.open(tmp_path / "beside", trust=True, artifacts=store)

@@ -197,3 +197,13 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     lacking = {name: value for name, value in weights("llama").items() if "up_proj" not in name}
     with pytest.raises(CheckpointError, match=r"missing: model\.layers\.0\.mlp\.up_proj\.weight"):
         dgraph.load(write(tmp_path / "c.gguf", "llama", lacking), block_length=8)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["with the file", "beside the file"])
+def test_a_program_of_a_file_is_saved_and_opened(inside: bool, tmp_path: Path) -> None:
+    file, store = write(tmp_path / "m.gguf", "qwen3", weights("qwen3"), tokens=True), tmp_path / "store"
+    made = dgraph.optimize(file, "dense", backend="eager", artifacts=store, facts={"block_length": 8})
+    made.save(tmp_path / "program", weights=inside)
+    opened = dgraph.open(tmp_path / "program", trust=True, artifacts=store)
+    wanted = made.generate(input_ids=[[3, 4, 5]], max_new_tokens=8).token_ids
+    assert opened.generate(input_ids=[[3, 4, 5]], max_new_tokens=8).token_ids == wanted
