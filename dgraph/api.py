@@ -15,6 +15,7 @@ from dgraph.compiler.base_graph import Weights, graph_of_model, quantising
 from dgraph.compiler.compilation import Compilation
 from dgraph.compiler.compiled_model import CompiledModel as CompiledModel
 from dgraph.compiler.compiled_model import Result as Result
+from dgraph.compiler.phases import rewrite
 from dgraph.compiler.program_folder import Origin
 from dgraph.errors import InputError, warn
 from dgraph.errors.former import former_names
@@ -209,11 +210,13 @@ def optimize(
     buckets = Buckets.default(graph.device) if how.buckets is None else Buckets.of(how.buckets)
     transitions = TraceCompiler(code_store, tell) if compiled and on_gpu else None
 
+    phases = rewrite(graph, chosen)
+
     def made_by(compiler: RegionCompiler) -> CompiledModel:
         settings = replace(how, backend=compiler.backend, buckets=buckets.to_json(), check="")
         origin = Origin(settings, stored, store, tokenizer is not None)
         further = buckets, how.graphs, tuning, kernels, transitions
-        return CompiledModel(found, graph, chosen, compiler, *further, origin)
+        return CompiledModel(found, graph, chosen, compiler, *further, origin, phases=phases)
 
     try:
         made = made_by(compiler)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dgraph.bundles import Asked, Bundle, Recorder, bundle_of, folder, offer
 from dgraph.compiler.arguments import arguments_of, check_keywords
 from dgraph.compiler.exporting import Exported, export
-from dgraph.compiler.phases import graph_of_phase, rewrite, routed_blocks, scoring
+from dgraph.compiler.phases import Rewritten, graph_of_phase, rewrite, routed_blocks, scoring
 from dgraph.compiler.program_folder import Origin, SavedProgram, write_program
 from dgraph.compiler.prompts import Prompts, encode_prompts, is_single
 from dgraph.compiler.result import Result as Result
@@ -94,10 +94,11 @@ class CompiledModel(Described):
         transitions: TraceCompiler | None = None,
         origin: Origin | None = None,
         decoding: Decoding | None = None,
+        phases: dict[str, Rewritten] | None = None,
     ):
         self.origin, self.decoding = origin, decoding or Decoding()
         self.model, self.spec, self.recipe, self.captured = model, model.spec, recipe, captured
-        self.phases = rewrite(captured, recipe)
+        self.phases = rewrite(captured, recipe) if phases is None else phases
         self.compiler, self.buckets, self.tuning, self.transitions = compiler, buckets, tuning, transitions
         self.kernels = kernels or Kernels(target_of(captured.device), None)
         self.page_size = page_size_for(self.spec.block_length, captured.device)
@@ -480,8 +481,7 @@ class CompiledModel(Described):
 
         Args:
             batch: sequences at a time.
-            tokens: positions per sequence to make KV pages for, and room for packed keys, prompt and response together;
-                None for the model's longest.
+            tokens: positions per sequence, prompt and response, to make room for keys of; None for the model's longest.
             progress: called with (buckets done, buckets in all).
             decoding: how later calls of `generate` decode. Transitions of other rules are compiled once they ran often.
             settings: instead, fields of a `Decoding` by keyword.
@@ -494,7 +494,7 @@ class CompiledModel(Described):
         """
         with self.kernels.remembered(), self.tuning.opened() if self.tuning is not None else nullcontext():
             check_keywords("setting of Decoding", settings, _DECODING, arguments_of(CompiledModel.warm_up))
-            chosen = Decoding.of(decoding, settings).for_model(self.spec)
+            chosen = self.decoding_of(decoding, settings).for_model(self.spec)
             self._prepare([chosen])
             positions = self.spec.max_positions if tokens is None else tokens
             return self._session.warm_up(batch, positions, progress, chosen)

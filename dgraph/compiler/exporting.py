@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from dgraph.errors import InputError, LoweringError
 from dgraph.ir.graph import Graph
+from dgraph.lowering.footprint import size_of
 from dgraph.private.torch import sizes_from_zero
 from dgraph.types.card import counted
 from dgraph.types.nodes import args_of
@@ -135,19 +136,13 @@ def _symbol(size: Dim) -> str:
     return "" if isinstance(size, int) else size.partition("+")[0]
 
 
-def _offset(size: Dim) -> int:
-    return 0 if isinstance(size, int) else int(size.partition("+")[2] or 0)
-
-
 def _example(spec: InputSpec, sizes: Mapping[str, int], device: torch.device) -> Tensor:
-    shape = [size if isinstance(size, int) else sizes[_symbol(size)] + _offset(size) for size in spec.shape]
-    return spec.empty(shape, device).zero_()
+    return spec.empty([size_of(size, sizes) for size in spec.shape], device).zero_()
 
 
 def _dims(spec: InputSpec, dims: Mapping[str, Any]) -> dict[int, Any]:
-    """The open sizes of an input by position; an offset of none is no offset to torch."""
-    named = {i: size for i, size in enumerate(spec.shape) if not isinstance(size, int)}
-    return {i: dims[_symbol(s)] + _offset(s) if _offset(s) else dims[_symbol(s)] for i, s in named.items()}
+    """The open sizes of an input by position."""
+    return {i: size_of(size, dims) for i, size in enumerate(spec.shape) if not isinstance(size, int)}
 
 
 def _module(graph: Graph) -> torch.fx.GraphModule:

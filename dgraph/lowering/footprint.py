@@ -86,8 +86,8 @@ def footprint(program: LoweredProgram, sizes: Mapping[str, int]) -> Footprint:
     return Footprint(run.watch.peak, {name: run.peaks[name] for name in GROUPS if name in run.peaks})
 
 
-def size_of(dim: int | str, sizes: Mapping[str, int]) -> int:
-    """A declared size as a number: 4, "N", "b+1".
+def size_of(dim: int | str, sizes: Mapping[str, Any]) -> Any:
+    """A declared size, 4, "N" or "b+1", as what stands for its symbol: a number, or an open size of torch.
 
     Raises:
         InputError: a symbol without a size.
@@ -98,7 +98,7 @@ def size_of(dim: int | str, sizes: Mapping[str, int]) -> int:
     name = name if name in sizes else without_window(name)  # each window has as many as all positions
     if name not in sizes:
         raise InputError(f"size {name!r} of an input is not given; sizes has {', '.join(sizes) or 'none'}.")
-    return sizes[name] + int(more or 0)
+    return sizes[name] + int(more) if more else sizes[name]
 
 
 def _empty(spec: InputSpec, sizes: Mapping[str, int], device: torch.device) -> Tensor:

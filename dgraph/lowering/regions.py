@@ -78,7 +78,8 @@ class RegionCompiler:
             settings = {"assert_indirect_indexing": False} if _reads_in_bounds(region) else {}
             source = Source(text, lambda: _module(graph, region), inputs, graph.device, _inlined(region), settings)
             made = known(source, self.store) if self.stored_only else self._compiled(source)
-            if made is None:
+            # Code that this process alone has would be lacking in a saved program, and in the next process.
+            if made is None or (self.stored_only and self.store is not None and not made.stored):
                 raise NotStored(text)
             function = made.function
             (self.compiled if made.new else self.loaded).append(text)
