@@ -169,7 +169,7 @@ def groups(
 
 
 def together(elements: int) -> int:
-    """Sequences whose keys, of so many elements each, are gathered together."""
+    """Number of sequences whose keys, each with that many elements, are gathered together."""
     return max(1, GROUP_KEYS // max(1, elements))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from dgraph.errors import InputError
 from dgraph.runtime.constraints.constraint import Constraint
 from dgraph.runtime.policies import DecodeRule, Policy, bound, chosen_policy, policy_of, policy_sampler
-from dgraph.runtime.sampling.adjustments import NEUTRAL, PENALTIES
+from dgraph.runtime.sampling.adjustments import ADJUSTMENTS, NEUTRAL, PENALTIES
 from dgraph.runtime.sampling.sampler import SETTINGS, Sampler
 from dgraph.runtime.sampling.stops import check_stops
 from dgraph.settings import settings_of
@@ -108,7 +108,7 @@ class Decoding:
                 raise InputError(f"{name} must be at least 1, got {value!r}.", field=name)
         for name in ("open_at", "sure_at"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            if not _is_number(value) or not 0 <= value <= 1:
                 raise InputError(f"{name} is a share of a block's positions in [0, 1], got {value!r}.", field=name)
         if not (_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_new_tokens):
             raise InputError(
@@ -161,8 +161,17 @@ class Decoding:
 
     def _check_adjustments(self) -> None:
         """Check how logits are adjusted, and make hashable values of it."""
-        bias = self.logit_bias
-        pairs = tuple((_id_of(k, "logit_bias"), v) for k, v in (bias.items() if isinstance(bias, Mapping) else bias))
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+                kind = "the string " if isinstance(value, str) else ""
+                raise InputError(f"{name} is a list, got {kind}{value!r}; wrap it.", field=name)
+        bias = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias
+        try:
+            pairs = tuple((_id_of(token, "logit_bias"), number) for token, number in bias)
+        except TypeError:
+            said = f"logit_bias has a number for each id, as a mapping or in pairs, got {self.logit_bias!r}."
+            raise InputError(said, field="logit_bias") from None
         for token, value in pairs:
             if not _is_number(value) or not math.isfinite(value):
                 raise InputError(f"logit_bias: id {token} has {value!r}, expected a finite number.", field="logit_bias")
@@ -176,8 +185,6 @@ class Decoding:
             raise InputError(
                 "allowed_token_ids allows no id; name one, or give None for all.", field="allowed_token_ids"
             )
-        if isinstance(self.bad_words, str):
-            raise InputError(f"bad_words is a list, got the string {self.bad_words!r}; wrap it.", field="bad_words")
         words = tuple(word if isinstance(word, str) and word else _id_of(word, "bad_words") for word in self.bad_words)
         object.__setattr__(self, "bad_words", words)
         for name in PENALTIES:
@@ -202,7 +209,7 @@ class Decoding:
     @property
     def adjusts(self) -> bool:
         """True if logits are adjusted before they decide (`dgraph.runtime.sampling.adjustments`)."""
-        return any(map(self.asks, (*NEUTRAL, "logit_bias", "allowed_token_ids", "bad_words")))
+        return any(map(self.asks, ADJUSTMENTS))
 
     @property
     def penalises(self) -> bool:

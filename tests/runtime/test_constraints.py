@@ -203,6 +203,38 @@ def test_a_schema_holds_with_several_open_blocks() -> None:
         jsonschema.validate(json.loads(text), PERSON)
 
 
+def test_a_bias_changes_what_a_constraint_allows() -> None:
+    eight = Constraint.regex("[ab]{8}")
+    first = model("tiny_sdar").generate(PROMPT, constraint=eight, max_new_tokens=16)
+    bias = dict.fromkeys(first.token_ids[0], -100.0)
+    other = model("tiny_sdar").generate(PROMPT, constraint=eight, max_new_tokens=16, logit_bias=bias)
+    assert re.fullmatch("[ab]{8}", other.texts[0])
+    assert set(other.token_ids[0]).isdisjoint(first.token_ids[0])
+
+
+def test_a_response_without_tokens_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vocabulary of a model may lack a byte that its constraint demands; neighbours go on."""
+    one = model("tiny_sdar")
+    ways = Vocabulary.tokens_of
+    monkeypatch.setattr(Vocabulary, "tokens_of", lambda self, text: () if b"\xc3" in text else ways(self, text))
+    alone, lacking, other = one_alone(24), Constraint.choice(["é"]), Constraint.choice(["yes", "no"])
+    with one.engine(max_sequences=2, max_tokens=96) as engine, ThreadPoolExecutor() as threads:
+        asked = [
+            threads.submit(engine.generate, [PROMPT], dgraph.Decoding(max_new_tokens=24, constraint=constraint))
+            for constraint in (None, lacking, other)
+        ]
+        with pytest.raises(InputError, match="no tokens of the model make a valid choice"):
+            asked[1].result()
+        assert asked[0].result()[0].text == alone
+        assert asked[2].result()[0].text in ("yes", "no")
+        assert engine.generate([PROMPT], max_new_tokens=24)[0].text == alone
+
+
+@cache
+def one_alone(tokens: int) -> str:
+    return str(model("tiny_sdar").generate([PROMPT], max_new_tokens=tokens).texts[0])
+
+
 def test_a_response_that_is_cut_can_be_completed() -> None:
     constraint = Constraint.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 40})
     said = model("tiny_sdar").generate(PROMPT, constraint=constraint, max_new_tokens=16)

@@ -135,7 +135,7 @@ def decode_logits(
         suppress: an id that is never produced (the mask token), or -1.
         overwrite: the memory of `logits` may be used; a copy of a large vocabulary costs as much as its softmax.
     """
-    together = _rows_together(logits)
+    together = _rows_together(len(logits), logits.shape[1], logits.device)
     if len(logits) <= together:
         return _decode(logits, temperature, seed, suppress, overwrite)
     given = zip(logits.split(together), temperature.split(together), seed.split(together), strict=True)
@@ -143,10 +143,9 @@ def decode_logits(
     return RowDecisions(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _rows_together(logits: Tensor) -> int:
-    """Rows of logits [R, V] that are decided together."""
-    rows, vocab = logits.shape
-    return rows if logits.device.type == "cuda" else max(1, CACHED_LOGITS // vocab)
+def _rows_together(rows: int, vocab: int, device: torch.device) -> int:
+    """Rows of logits [R, V] that are decided together, at most R."""
+    return rows if device.type == "cuda" else min(rows, max(1, CACHED_LOGITS // vocab))
 
 
 def _decode(logits: Tensor, temperature: Tensor, seed: Tensor, suppress: int, overwrite: bool) -> RowDecisions:
@@ -227,7 +226,7 @@ def workspace(
         first = stored.workspace(device, h[:rows], weight)
         return first + h.element_size() * (logits + (0 if packed else rows * h.shape[1]))
     copies = 1 if h.dtype == numeric(h.dtype) else 2
-    together = min(rows, max(1, CACHED_LOGITS // len(weight))) * len(weight)
+    together = _rows_together(rows, len(weight), device) * len(weight)
     return logits * h.element_size() + together * copies * numeric(h.dtype).itemsize
 
 

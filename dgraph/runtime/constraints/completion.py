@@ -56,7 +56,7 @@ class Completion:
         if key not in self._known:
             if len(self._known) > 4096:
                 self._known.clear()
-            self._known[key] = self._search(begun, short)
+            self._known[key] = self._search(begun, short) if begun or short else whole_text(self._grammar)
         return self._known[key]
 
     def _search(self, begun: bytes, short: bool) -> bytes | None:
@@ -93,8 +93,9 @@ class Completion:
             if not found or (draw is None and same > REPEATED) or len(self._begun) - len(begun) >= most:
                 return None
             one = found[0] if draw is None else draw.choice(found)
-            if not self._go_to(self._begun + bytes([one])):
+            if not self._matcher.take([one]) or self._matcher.dead:
                 return None
+            self._begun += bytes([one])
         return self._begun[len(begun) :]
 
     def _breadth_first(self) -> bytes | None:
@@ -132,6 +133,6 @@ def candidates(allowed: NDArray[np.bool_]) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def satisfiable(grammar: str) -> bool:
-    """True if a text of the grammar was found."""
-    return Completion(grammar).of(b"") is not None
+def whole_text(grammar: str) -> bytes | None:
+    """A text of the grammar; None if none was found."""
+    return Completion(grammar)._search(b"", short=False)

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from dgraph.errors import InputError, UnknownName
-from dgraph.runtime.constraints import grammar as made
-from dgraph.runtime.constraints.completion import satisfiable
-from dgraph.runtime.constraints.grammar import schema_grammar, wrong_with
+from dgraph.runtime.constraints.completion import whole_text
+from dgraph.runtime.constraints.grammar import (
+    choice_grammar,
+    lark_grammar,
+    regex_grammar,
+    schema_grammar,
+    wrong_with,
+)
 
 MOST_BYTES = 256 * 1024
 """Bytes of a constraint as a text, at most."""
@@ -47,12 +52,7 @@ class Constraint:
             raise UnknownName("kind of constraint", str(self.kind), KINDS, field="constraint")
         if not isinstance(self.text, str):
             raise InputError(f"{self.kind} is a text, got {self.text!r}.", field="constraint")
-        size = len(self.text.encode(errors="surrogatepass"))
-        if size > MOST_BYTES:
-            raise InputError(
-                f"{self.kind} has {size:,} bytes, at most {MOST_BYTES:,} are taken; make it smaller.",
-                field="constraint",
-            )
+        _check_size(self.kind, self.text)
         if self.kind == "lark" and "%llguidance" in self.text:
             raise InputError(
                 "lark has a line %llguidance, whose options are set here; some of them keep the matcher from ending. "
@@ -63,7 +63,7 @@ class Constraint:
             place = _place(json.loads(self.text), message) if self.kind == "json_schema" else ""
             where = f" at {place}" if place else ""
             raise InputError(f"{self.kind} cannot be used{where}: {message}", field="constraint")
-        if not satisfiable(self.grammar):
+        if whole_text(self.grammar) is None:
             raise InputError(
                 f"{self.kind} is satisfied by no text, or by none that was found in time; check what it demands.",
                 field="constraint",
@@ -105,12 +105,11 @@ class Constraint:
     @property
     def grammar(self) -> str:
         """The constraint as llguidance reads it."""
-
         if self.kind == "json_schema":
             return schema_grammar(self.text)
         if self.kind == "choice":
-            return made.choice_grammar(json.loads(self.text))
-        return made.regex_grammar(self.text) if self.kind == "regex" else made.lark_grammar(self.text)
+            return choice_grammar(json.loads(self.text))
+        return regex_grammar(self.text) if self.kind == "regex" else lark_grammar(self.text)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form: {kind: the schema, the choices or the text}."""
@@ -138,10 +137,10 @@ KINDS = ("json_schema", "regex", "choice", "lark")
 
 
 def _check_size(kind: str, text: str) -> None:
-    if len(text) > MOST_BYTES:
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MOST_BYTES:
         raise InputError(
-            f"{kind} has {len(text):,} characters, at most {MOST_BYTES:,} are taken; make it smaller.",
-            field="constraint",
+            f"{kind} has {size:,} bytes, at most {MOST_BYTES:,} are taken; make it smaller.", field="constraint"
         )
 
 

@@ -58,9 +58,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 def lark_grammar(grammar: str) -> str:
     """A grammar in the Lark format."""
-    if "%llguidance" not in grammar:
-        grammar = f"{grammar}\n{UNFORCED}"
-    found: str = library().LLMatcher.grammar_from_lark(grammar)
+    found: str = library().LLMatcher.grammar_from_lark(f"{grammar}\n{UNFORCED}")
     return found
 
 

@@ -62,15 +62,12 @@ class Guide:
         limit: tokens of the response, at most.
         begun: its tokens that are decoded already.
 
-    Attributes:
-        begun: number of these.
-
     Raises:
         InputError: no tokens of the model make a valid text.
     """
 
     def __init__(self, constraint: Constraint, vocabulary: Vocabulary, limit: int, begun: Sequence[int] = ()):
-        self._vocabulary, self._limit, self.begun = vocabulary, limit, len(begun)
+        self._vocabulary, self._limit = vocabulary, limit
         self._ends = frozenset(vocabulary.spec.eos_ids)
         self._end = vocabulary.spec.eos_ids[0]
         self._matcher = vocabulary.matcher(constraint.grammar)
@@ -202,7 +199,7 @@ class Guide:
         begun = self._vocabulary.bytes_of(tokens)
         for short in (False, True) if fits else (False,):
             more = self._completion.of(begun, short)
-            for way in [] if more is None else self._vocabulary.tokens_of(more):
+            for way in () if more is None else self._vocabulary.tokens_of(more):
                 whole = [*tokens, *way]
                 if (not fits or len(whole) <= self._limit) and self._accepts(whole):
                     return whole
@@ -216,15 +213,14 @@ class Guide:
         return accepted
 
 
-def guide_of(request: Request, vocabulary: Callable[[], Vocabulary] | None) -> Guide | None:
-    """Guide of a request with a constraint, None of any other; `vocabulary` gives the tokens of the model.
+def guide_of(request: Request, vocabulary: Callable[[], Vocabulary] | None) -> Guide:
+    """Guide of a request with a constraint; `vocabulary` gives the tokens of the model.
 
     Raises:
         InputError: no tokens of the model satisfy the constraint.
     """
     chosen, begun = request.decoding, request.decoded
-    if chosen.constraint is None:
-        return None
+    assert chosen.constraint is not None, "asked for such requests alone"
     assert vocabulary is not None, "checked with the decoding"
     given = request.ids[len(request.ids) - begun :]
     return Guide(chosen.constraint, vocabulary(), begun + chosen.max_new_tokens, given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,12 +39,11 @@ class Vocabulary:
         """Text of tokens."""
         return bytes(self.tokenizer.decode_bytes(list(tokens)))
 
-    def tokens_of(self, text: bytes) -> list[list[int]]:
+    def tokens_of(self, text: bytes) -> Iterator[list[int]]:
         """Ways to write a text in tokens, short ones first."""
-        ways = [list(self.tokenizer.tokenize_bytes(text))]
+        yield list(self.tokenizer.tokenize_bytes(text))
         if all(byte in self._bytes for byte in text):
-            ways.append([self._bytes[byte] for byte in text])
-        return ways
+            yield [self._bytes[byte] for byte in text]
 
     @cached_property
     def _bytes(self) -> dict[int, int]:

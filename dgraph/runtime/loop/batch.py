@@ -19,7 +19,6 @@ from torch import Tensor
 from dgraph.lowering.program import ProgramResult
 from dgraph.ops.attention.sparse import REUSE, SELECT
 from dgraph.plans.rows import RowCounts, RowPlan
-from dgraph.runtime.constraints.guide import guide_of
 from dgraph.runtime.constraints.vocabulary import Vocabulary
 from dgraph.runtime.graphs.upload import upload
 from dgraph.runtime.kv.packed import PackedKV
@@ -139,7 +138,6 @@ class Batch:
         """
         if not requests:
             return
-        guides = [guide_of(request, self._vocabulary) for request in requests]
         tables = 2 if self.config.guided else 1
         block = self.shape.block
         tokens = [first_positions(request, block, self.by_block, self.spec) for request in requests]
@@ -158,7 +156,6 @@ class Batch:
             start = prompt if self.causal else len(request.ids)
             self.running[slot] = SlotState(request, mine, prompt, shares, start=start, began=request.steps)
             self.running[slot].end = len(request.ids) + request.first_length
-            self.running[slot].guide = guides[place]
         self._tables.changed(slots)
         if self.packed is not None:  # after `running` is set: if memory runs out, running requests are retired
             self.packed.open(slots, candidates)
@@ -353,6 +350,10 @@ class Batch:
         inputs = {**self.caches(), **transition.inputs, **transition.late(program.inputs, self._key_rows(whole))}
         return Bound(program, inputs, program.bound(inputs))
 
+    def _held(self) -> dict[int, SlotState]:
+        """Slots whose responses a constraint holds."""
+        return {slot: one for slot, one in self.running.items() if one.request.decoding.constraint is not None}
+
     def _key_rows(self, slots: Sequence[int]) -> int:
         """Rows of keys for all positions that sequences in these slots see; rounded up to a size if `sized`."""
         seen = sum(self.running[slot].request.end + self.shape.block for slot in slots)
@@ -377,8 +378,8 @@ class Batch:
         if not {"token", "confidence"} <= outputs.keys():
             samplers = {slot: one.request.decoding.sampling for slot, one in self.running.items()}
             outputs = self._decide(transition, samplers, outputs, other, inputs, self.lenient)
-            guides = {slot: (one.guide, len(one.request.ids)) for slot, one in self.running.items()}
-            outputs = self._decide.guided(transition, guides, outputs, self.lenient)
+            if held := self._held():
+                outputs = self._decide.guided(transition, held, self._vocabulary, outputs, self.lenient)
         self._flying = None
         if self._observer is None:
             self._flying = Flight(self._steps)
@@ -416,7 +417,7 @@ class Batch:
             return None
         if self.config.policy.traits.extends:  # a step that follows a growth forwards every row
             return None
-        if any(one.guide is not None for one in self.running.values()):
+        if self._held():
             return None  # the host decides with the tokens of the step before
         rows = self._rows_of(slots)
         if not rows or rows > (self.shape.most_rows or rows):

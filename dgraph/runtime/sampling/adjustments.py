@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dgraph.errors import InputError
+from dgraph.runtime.policies.traits import traits_of
 from dgraph.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ PENALTIES: Mapping[str, float] = {"repetition_penalty": 1.0, "presence_penalty":
 """Penalties by name, with the value at which they ask for nothing."""
 NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_p": 0.0}
 """Adjustments with a number per sequence, and the value at which they ask for nothing."""
+ADJUSTMENTS = (*NEUTRAL, "logit_bias", "allowed_token_ids", "bad_words")
 
 
 def adjustments(decodings: Sequence[Decoding], count: int, vocab: int, device: torch.device) -> dict[str, Tensor]:
@@ -105,14 +107,14 @@ def check_adjustments(spec: ModelSpec, chosen: Decoding, program: Collection[str
                 raise InputError(f"{name} has the id {token}, but {spec.family} has {spec.vocab} ids.", field=name)
     if not chosen.adjusts:
         return
-    field = next(name for name in (*NEUTRAL, "logit_bias", "allowed_token_ids", "bad_words") if chosen.asks(name))
+    field = next(name for name in ADJUSTMENTS if chosen.asks(name))
     if spec.noise == "uniform":
         raise InputError(
             f"{field} is not served with {spec.family}, whose canvas is predicted as a whole and fed back; leave it "
             f"out.",
             field=field,
         )
-    if chosen.penalises and getattr(getattr(chosen.rule, "traits", None), "edits", False):
+    if chosen.penalises and traits_of(chosen.rule).edits:
         raise InputError(
             f"{field} would count each token against itself under {type(chosen.rule).__name__}, which decodes "
             f"committed tokens again; use a rule that does not edit, or leave it out.",

@@ -11,11 +11,14 @@ from dgraph.errors import LoweringError
 from dgraph.ops.kv.row_slots import reference as row_slots
 from dgraph.ops.lm_head.lm_head_adjusted import adjusted
 from dgraph.ops.statistics import kept_rows, measure_rows
-from dgraph.runtime.constraints.guide import Guide, Offer
+from dgraph.runtime.constraints.guide import Offer, guide_of
+from dgraph.runtime.constraints.vocabulary import Vocabulary
 from dgraph.runtime.loop.step_inputs import StepContext, computed, standing_tokens
 from dgraph.runtime.loop.transition import FILLERS, StepTransition
 from dgraph.runtime.policies import statistics_of
+from dgraph.runtime.requests import SlotState
 from dgraph.runtime.sampling.sampler import LogitsDecoder, RowContext, Sampler
+from dgraph.runtime.state.packed_rows import StepRows
 from dgraph.spec import ModelSpec
 
 
@@ -65,11 +68,8 @@ class Decide:
                 f"program 'step' must output token and confidence, or logits; got: "
                 f"{', '.join(sorted(outputs)) or 'nothing'}."
             )
-        rows, logits, kept = transition.rows, outputs["logits"], outputs.get("kept")
-        row = torch.arange(len(logits), device=logits.device) if kept is None else kept
-        # Only candidates can be committed.
-        inside = (row >= 0) & (row < len(rows.masked))
-        candidate = inside & rows.candidate[row.clamp(min=0, max=len(rows.masked) - 1)]
+        rows, logits = transition.rows, outputs["logits"]
+        row, at, candidate = _entries(rows, outputs)
         decided: dict[str, Tensor] = {}
         self._forget(samplers)
         for sampler, slots in _by_sampler(samplers).items():
@@ -77,7 +77,7 @@ class Decide:
             if len(slots) < len(samplers):
                 chosen = torch.zeros(len(transition.state.start), dtype=torch.bool)
                 chosen[slots] = True
-                mine = candidate & chosen.to(row.device)[rows.sequence[row.clamp(min=0, max=len(rows.masked) - 1)]]
+                mine = candidate & chosen.to(row.device)[rows.sequence[at]]
             try:
                 self._decode(transition, sampler, mine.nonzero()[:, 0], row, logits, unconditional, caches, decided)
             except Exception as error:
@@ -93,7 +93,8 @@ class Decide:
     def guided(
         self,
         transition: StepTransition,
-        guides: Mapping[int, tuple[Guide | None, int]],
+        held: Mapping[int, SlotState],
+        vocabulary: Callable[[], Vocabulary] | None,
         outputs: Mapping[str, Tensor],
         lenient: bool,
     ) -> Mapping[str, Tensor]:
@@ -101,18 +102,14 @@ class Decide:
 
         Args:
             transition: rows and state of the step.
-            guides: by slot, the guide of its response, and the positions before that response's `begun` tokens.
+            held: by slot, the request with a constraint. Its guide is made with its first step, where an error is its
+                own.
+            vocabulary: tokens of the model.
             outputs: logits, token and confidence of the step.
             lenient: as in `__call__`.
         """
-        asked = {slot: one for slot, (one, _) in guides.items() if one is not None and slot not in self.failed}
-        if not asked:
-            return outputs
         rows, state, logits = transition.rows, transition.state, outputs["logits"]
-        kept = outputs.get("kept")
-        row = torch.arange(len(logits), device=logits.device) if kept is None else kept
-        at = row.clamp(min=0, max=len(rows.masked) - 1)
-        live = (row >= 0) & (row < len(rows.masked)) & rows.candidate[at]
+        _, at, live = _entries(rows, outputs)
         if rows.added is not None:
             live = live & ~rows.added[at]
         sequence = torch.where(live, rows.sequence[at], -1).tolist()
@@ -120,24 +117,28 @@ class Decide:
         starts, canvas = state.start.tolist(), state.canvas.cpu()
         masked = state.block_masked.cpu()
         token, confidence = outputs["token"].clone(), outputs["confidence"].clone()
-        for slot, guide in asked.items():
-            begin = guides[slot][1] - guide.begun
-            stop = starts[slot] + state.width
+        for slot, one in held.items():
+            entries = [entry for entry, owner in enumerate(sequence) if owner == slot]
+            if not entries or slot in self.failed:
+                continue
+            begin, stop = len(one.request.ids) - one.request.decoded, starts[slot] + state.width
             known: list[int | None] = list(canvas[slot, begin:stop].tolist())
             for column in masked[slot].nonzero()[:, 0].tolist():
                 if starts[slot] + column >= begin:
                     known[starts[slot] + column - begin] = None
-            entries = [entry for entry, owner in enumerate(sequence) if owner == slot]
-            if not entries:
-                continue
             try:
-                own = logits[entries].float().cpu()
-                own[:, [i for i in (self._spec.mask_id,) if i >= 0]] = -torch.inf
+                own = logits[entries].float()
+                if (adjust := self._adjust(transition, rows.sequence[at[entries]])) is not None:
+                    own = adjust(own)
+                for never in {self._spec.mask_id, *one.request.decoding.sampling.suppress} - {-1}:
+                    own[:, never] = -torch.inf
+                own = own.cpu()
                 offers = {
                     position[entry] - begin: Offer(own[n].numpy(), int(token[entry]), float(confidence[entry]))
                     for n, entry in enumerate(entries)
                 }
-                found = guide.propose(known, offers)
+                one.guide = one.guide or guide_of(one.request, vocabulary)
+                found = one.guide.propose(known, offers)
             except Exception as error:
                 if not lenient:
                     raise
@@ -209,6 +210,17 @@ class Decide:
         """Drop the state of samplers that are no longer in use."""
         used = set(samplers.values())
         self._decoders = {sampler: decoder for sampler, decoder in self._decoders.items() if sampler in used}
+
+
+def _entries(rows: StepRows, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Row i64[R] of each row of logits, the same within the rows of the step, and which are candidates bool[R].
+
+    Only candidates can be committed.
+    """
+    logits, kept = outputs["logits"], outputs.get("kept")
+    row = torch.arange(len(logits), device=logits.device) if kept is None else kept
+    at = row.clamp(min=0, max=len(rows.masked) - 1)
+    return row, at, (row >= 0) & (row < len(rows.masked)) & rows.candidate[at]
 
 
 def _by_sampler(samplers: Mapping[int, Sampler]) -> dict[Sampler, list[int]]:
