@@ -132,11 +132,12 @@ def call_of(functions: Mapping[str, Mapping[str, Any]], arguments: str, begin: s
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, arguments: {"type": "object", **schema}},
+            # A resource of its own, so that pointers in the schema begin at its root.
+            "properties": {"name": {"const": name}, arguments: {"type": "object", **schema, "$id": f"tool:{number}"}},
             "required": ["name", arguments],
             "additionalProperties": False,
         }
-        for name, schema in functions.items()
+        for number, (name, schema) in enumerate(functions.items())
     ]
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if not begin:

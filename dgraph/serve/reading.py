@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ class ToolForm:
         read: the calls of a text between the marks; raises `ValueError` for any other text.
         arguments: key of a call's arguments, if it is an object in JSON.
         bare: a response may be calls without marks, if it begins with a brace.
+        shown: texts of a chat template that show the form; None for its begin alone.
     """
 
     begin: str
@@ -41,14 +42,16 @@ class ToolForm:
     read: Callable[[str], list[Call]]
     arguments: str | None = None
     bare: bool = False
+    shown: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """The marks around a model's reasoning."""
+    """The marks around a model's reasoning, and texts of a chat template that show it; None for its begin alone."""
 
     begin: str
     end: str
+    shown: tuple[str, ...] | None = None
 
 
 def read_json(text: str) -> list[Call]:
@@ -127,16 +130,18 @@ def _gemma_many(text: str, at: int, closed: str) -> tuple[Any, int]:
 
 
 TOOLS = {
-    "hermes": ToolForm("<tool_call>", "</tool_call>", read_json, "arguments"),
-    "llama3_json": ToolForm("<|python_tag|>", "", read_json, "parameters", bare=True),
     "gemma": ToolForm("<|tool_call>", "<tool_call|>", read_gemma),
+    "hermes": ToolForm("<tool_call>", "</tool_call>", read_json, "arguments"),
+    "llama3_json": ToolForm(
+        "<|python_tag|>", "", read_json, "parameters", bare=True, shown=("<|python_tag|>", '"parameters"')
+    ),
 }
-"""Forms of calls by name."""
+"""Forms of calls by name; of several that a chat template shows the first is taken."""
 REASONING = {
+    "gemma": ReasoningForm("<|channel>thought", "<channel|>", shown=("<|channel>",)),
     "think": ReasoningForm("<think>", "</think>"),
-    "gemma": ReasoningForm("<|channel>thought", "<channel|>"),
 }
-"""Forms of reasoning by name."""
+"""Forms of reasoning by name, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -180,23 +185,18 @@ class Reader:
     def __init__(self, reading: Reading):
         self._how, self._held = reading, ""
         self._in = "reasoning" if reading.begun else "text"
-        self._started = self._called = False
+        self._started = self._called = self._gap = False  # a gap: white space after a call, which is no content
 
     def feed(self, text: str, last: bool = False) -> Parts:
         """Add text; return the parts that no later text can change. last: no text follows."""
         self._held += text
         found = Parts()
-        for step in self._steps(found):
-            if not step:
-                break
+        states = {"text": self._text, "reasoning": self._reasoning, "call": self._call}
+        while states[self._in](found):
+            pass
         if last:
             self._rest(found)
         return found
-
-    def _steps(self, found: Parts) -> Iterator[bool]:
-        """Take one part after the other; False once the held text says no more."""
-        while True:
-            yield {"text": self._text, "reasoning": self._reasoning, "call": self._call}[self._in](found)
 
     def _text(self, found: Parts) -> bool:
         how = self._how
@@ -220,9 +220,13 @@ class Reader:
     def _give(self, found: Parts, count: int) -> None:
         said, self._held = self._held[:count], self._held[count:]
         self._started = self._started or bool(said.strip())
-        if self._called and not said.strip():
-            return  # white space between calls and after them
-        found.content += said
+        self._say(found, said)
+
+    def _say(self, found: Parts, text: str) -> None:
+        """Add content, without the white space between calls and after them."""
+        text = text.lstrip() if self._gap else text
+        self._gap = self._gap and not text
+        found.content += text
 
     def _reasoning(self, found: Parts) -> bool:
         assert self._how.reasoning is not None
@@ -249,8 +253,8 @@ class Reader:
                 at = self._held.find(form.end, at + 1)
                 continue
             if any(call.name not in self._how.names for call in calls):
-                self._in, self._started = "text", True
-                found.content += form.begin + self._held[: at + len(form.end)]
+                self._started = True
+                self._say(found, form.begin + self._held[: at + len(form.end)])
             else:
                 self._take(found, calls)
             self._held, self._in = self._held[at + len(form.end) :], "text"
@@ -261,7 +265,7 @@ class Reader:
         if not self._how.parallel:
             calls = [] if self._called else calls[:1]
         found.calls += calls
-        self._called = True
+        self._called = self._gap = True
 
     def _rest(self, found: Parts) -> None:
         """Take what is held when the response has ended: a call without its end mark, or text."""
@@ -277,9 +281,9 @@ class Reader:
             if calls and all(call.name in self._how.names for call in calls):
                 self._take(found, calls)
             else:
-                found.content += ("" if form.bare and held.lstrip().startswith("{") else form.begin) + held
-        elif not self._called or held.strip():
-            found.content += held
+                self._say(found, ("" if form.bare and held.lstrip().startswith("{") else form.begin) + held)
+        else:
+            self._say(found, held)
 
 
 def held_back(text: str, marks: list[str]) -> int:

@@ -11,6 +11,7 @@ from dgraph.engine.engine import Engine
 from dgraph.engine.io.detokenizer import BROKEN
 from dgraph.engine.stats import EngineStats
 from dgraph.errors import InputError
+from dgraph.serve.reading import ReasoningForm, ToolForm
 from dgraph.serve.refusal import bad_field
 
 TOKEN_BYTES = 256
@@ -78,12 +79,12 @@ class ServedModel:
         variables = getattr(self.engine.tokenizer, "template_variables", None)
         return option == "continue_final_message" or variables is None or option in variables
 
-    def reading_form(self, forms: Mapping[str, Sequence[str]]) -> str | None:
-        """The first of these forms by name one of whose texts this model's chat templates have; None for none."""
+    def reading_form(self, forms: Mapping[str, ToolForm] | Mapping[str, ReasoningForm]) -> str | None:
+        """The first of these forms by name that this model's chat templates show; None for none."""
         asked = getattr(self.engine.tokenizer, "templates_have", None)
         if asked is None:
             return None
-        return next((name for name, texts in forms.items() if any(map(asked, texts))), None)
+        return next((name for name, form in forms.items() if any(map(asked, form.shown or (form.begin,)))), None)
 
     def shown(self, marks: Sequence[str]) -> dict[int, str]:
         """Special tokens among these texts, which must be written out to be seen."""

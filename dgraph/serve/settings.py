@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from dgraph.errors import InputError, UnknownName
 from dgraph.errors.former import former_names
 from dgraph.runtime.decoding import Decoding
+from dgraph.serve.reading import REASONING, TOOLS
 
 COUNTS = {
     "max_body_bytes": 1,
@@ -26,10 +27,6 @@ COUNTS = {
 """The least value of each count."""
 SECONDS = ("keep_alive", "header_timeout", "body_timeout", "idle_timeout", "send_timeout")
 """Times, each a positive number of seconds."""
-TOOL_FORMS = ("hermes", "llama3_json", "gemma")
-"""Forms in which models call tools."""
-REASONING_FORMS = ("think", "gemma")
-"""Forms of a model's reasoning."""
 HERE = ("localhost", "127.0.0.1", "[::1]")
 """Names of the machine itself, as a Host header writes them."""
 EVERYWHERE = ("", "0.0.0.0", "::")
@@ -66,9 +63,9 @@ class ServerConfig:
         max_stops: most texts in `stop`.
         default_max_tokens: most tokens of a chat that does not say. None for all that there is room for (block-causal
             models), or 128 (the others, which forward the whole response in every step).
-        tool_parser: form in which models call tools, a name of `TOOL_FORMS`; None for that of their chat templates.
-        reasoning_parser: form of their reasoning, a name of `REASONING_FORMS`, "none" to leave it in the text; None for
-            that of the template.
+        tool_parser: form in which models call tools, a name of `reading.TOOLS`; None for that of their chat templates.
+        reasoning_parser: form of their reasoning, a name of `reading.REASONING`, "none" to leave it in the text; None
+            for that of the template.
         allowed_origins: origins of other servers' pages whose scripts may ask, as "https://example.org"; "*" for all.
         keep_alive: seconds without a token after which a stream gets a comment.
         header_timeout: seconds within which the head of a request must have come, from when the connection was made
@@ -114,7 +111,7 @@ class ServerConfig:
             if isinstance(values, str) or not all(isinstance(value, str) and value.strip() for value in values):
                 raise InputError(f"{name} is a list of texts, none of them empty; got something else.")
             object.__setattr__(self, name, tuple(values))
-        for name, forms in (("tool_parser", TOOL_FORMS), ("reasoning_parser", (*REASONING_FORMS, "none"))):
+        for name, forms in (("tool_parser", (*TOOLS,)), ("reasoning_parser", (*REASONING, "none"))):
             if (value := getattr(self, name)) is not None and value not in forms:
                 raise UnknownName(name, value, forms)
         for host in self.allowed_hosts:

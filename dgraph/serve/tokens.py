@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from dgraph.errors import InputError
-from dgraph.runtime.policies import POLICIES, PRESETS, DecodeRule
+from dgraph.runtime.policies import POLICIES, PRESETS, options_of
 from dgraph.serve.fields import Fields, Id, Listed, Text
 from dgraph.serve.protocol import ChatRequest, Message, Tool
 from dgraph.serve.refusal import bad_field
@@ -78,16 +77,9 @@ def detokenized(body: DetokenizeRequest, model: ServedModel) -> dict[str, str]:
 
 def rules() -> dict[str, Any]:
     """The answer of /v1/policies: decoding rules with their options, and presets with what they set."""
-    named = [
-        {"id": name, "object": "policy", "preset_of": None, "options": _options(POLICIES[name])} for name in POLICIES
+    of = {name: preset.to_json()["rule"] for name, preset in PRESETS.items()}
+    data = [
+        {"id": name, "object": "policy", "preset_of": of.get(name), "options": options_of(name)}
+        for name in (*POLICIES, *PRESETS)
     ]
-    for name in PRESETS:
-        said = PRESETS[name].to_json()
-        named.append({"id": name, "object": "policy", "preset_of": said.pop("rule"), "options": said})
-    return {"object": "list", "data": named}
-
-
-def _options(rule: type[DecodeRule]) -> dict[str, Any]:
-    """Options that a request may set, and their defaults; null for one without."""
-    found = (f for f in fields(rule) if f.init and f.name != "sampler")
-    return {f.name: None if f.default is MISSING else f.default for f in found}
+    return {"object": "list", "data": data}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from dgraph.errors import InputError
 from dgraph.runtime.constraints.constraint import Constraint
@@ -15,14 +15,6 @@ from dgraph.serve.settings import ServerConfig
 
 TAIL = 16
 """Last tokens of a prompt that may begin the reasoning."""
-TOOL_TEXTS: Mapping[str, Sequence[str]] = {
-    "gemma": ("<|tool_call>",),
-    "hermes": ("<tool_call>",),
-    "llama3_json": ("<|python_tag|>", '"parameters"'),
-}
-"""Texts of chat templates by the form of calls that they show."""
-REASONING_TEXTS: Mapping[str, Sequence[str]] = {"gemma": ("<|channel>",), "think": ("<think>",)}
-"""Texts of chat templates by the form of reasoning that they show."""
 
 
 def reading_of(body: ChatRequest, model: ServedModel, settings: ServerConfig) -> Reading | None:
@@ -36,15 +28,13 @@ def reading_of(body: ChatRequest, model: ServedModel, settings: ServerConfig) ->
     choice = body.tool_choice or ("auto" if names else "none")
     if choice not in ("none", "auto"):
         _check_forced(choice, names)
-    elif choice == "auto" and body.tool_choice is not None and not names:
-        choice = "none"
     tools = None
     if names and choice != "none":
-        form = settings.tool_parser or model.reading_form(TOOL_TEXTS)
+        form = settings.tool_parser or model.reading_form(TOOLS)
         if form is None and model.reads_in_chats("tools"):
             form = "hermes"
         tools = TOOLS[form] if form else None
-    shown = settings.reasoning_parser or model.reading_form(REASONING_TEXTS)
+    shown = settings.reasoning_parser or model.reading_form(REASONING)
     reasoning = REASONING[shown] if shown not in (None, "none") and body.separate_reasoning is not False else None
     if tools is None and reasoning is None:
         return None

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dgraph.engine.io.detokenizer import Shown
 from dgraph.errors import InputError, UnknownName
 from dgraph.runtime.constraints.constraint import Constraint
 from dgraph.runtime.decoding import RULE, Decoding
@@ -82,7 +83,9 @@ def parsed_completion(body: CompletionRequest, model: ServedModel, settings: Ser
         if body.echo:
             raise bad_field("logprobs", "a diffusion model gives no probabilities of a prompt: leave echo or it out.")
     wanted = body.max_tokens or COMPLETION_TOKENS
-    return _order(body, model, settings, prompts, texts if body.echo else None, wanted, body.logprobs)
+    return _order(
+        body, model, settings, prompts, texts if body.echo else None, wanted, body.logprobs, constraint_of(body)
+    )
 
 
 def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServerConfig) -> ParsedRequest:
@@ -94,16 +97,20 @@ def parsed_chat(body: ChatRequest, model: ServedModel, settings: ServerConfig) -
         raise bad_field("top_logprobs", f"only the chosen token's is known: {said}.")
     reading = reading_of(body, model, settings)
     ids = framed(body, model)
-    if reading is not None and reading.reasoning is not None:
-        tail = model.decode(ids[-TAIL:]).rstrip()
+    constraint = forced_call(body, reading) or constraint_of(body)
+    shown = {} if reading is None else model.shown(reading.marks)
+    # A constraint holds from the first token on, so that such a response has no reasoning to end.
+    if reading is not None and reading.reasoning is not None and constraint is None:
+        assert model.engine.tokenizer is not None, "it framed the conversation"
+        tail = Shown(model.engine.tokenizer, shown.items()).decode(ids[-TAIL:]).rstrip()
         reading = replace(reading, begun=tail.endswith(reading.reasoning.begin))
     wanted = body.max_completion_tokens or body.max_tokens or settings.default_max_tokens
     if wanted is None:
         room = model.engine.max_tokens - len(ids)
         wanted = max(1, room if model.engine.spec.attention == "block_causal" else min(room, CHAT_TOKENS))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    order = _order(body, model, settings, [ids], None, wanted, logprobs, forced_call(body, reading))
-    return order if reading is None else replace(order, reading=reading, shown=model.shown(reading.marks))
+    order = _order(body, model, settings, [ids], None, wanted, logprobs, constraint)
+    return order if reading is None else replace(order, reading=reading, shown=shown)
 
 
 def framed(body: ChatRequest, model: ServedModel) -> list[int]:
@@ -195,7 +202,7 @@ def _order(
     texts: list[str] | None,
     wanted: int,
     logprobs: int | None,
-    forced: Constraint | None = None,
+    constraint: Constraint | None,
 ) -> ParsedRequest:
     choices = body.n or 1
     if choices > settings.max_n:
@@ -209,7 +216,7 @@ def _order(
     wanted = len(canvas) if canvas is not None else wanted
     for ids in prompts:
         _check_length(ids, wanted, where, model, settings)
-    decoding = _decoding(body, settings, wanted, forced)
+    decoding = _decoding(body, settings, wanted, constraint)
     options = body.stream_options
     return ParsedRequest(
         prompts=prompts,
@@ -271,7 +278,7 @@ def check_prompt(ids: Sequence[int], where: str, settings: ServerConfig) -> None
         raise bad_field(where, f"a prompt has at most {most} tokens here, got {len(ids)}.", "context_length_exceeded")
 
 
-def _decoding(body: Asked, settings: ServerConfig, wanted: int, forced: Constraint | None) -> Decoding:
+def _decoding(body: Asked, settings: ServerConfig, wanted: int, constraint: Constraint | None) -> Decoding:
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(stops) > settings.max_stops:
         raise bad_field("stop", f"a request has at most {settings.max_stops} stop texts here, got {len(stops)}.")
@@ -282,7 +289,7 @@ def _decoding(body: Asked, settings: ServerConfig, wanted: int, forced: Constrai
         value = getattr(usual, name)
         if name not in said and name not in chosen and value != getattr(Decoding, name):
             said[name] = value
-    if (constraint := forced or constraint_of(body)) is not None:
+    if constraint is not None:
         said["constraint"] = constraint
     if "logit_bias" in said:
         said["logit_bias"] = {int(token): bias for token, bias in said["logit_bias"].items()}

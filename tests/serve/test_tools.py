@@ -32,6 +32,7 @@ CASES: list[tuple[str, str, tuple[str, str, list[Call]]]] = [
     ("hermes", f'{HERMES}\n<tool_call>{{"name": "time", "arguments": {{}}}}</tool_call>\n', ("", "", BOTH)),
     ("hermes", f"<think>which city?\nBern</think>a{HERMES}", ("a", "which city?\nBern", [BERN])),
     ("hermes", f"<think>{HERMES}", ("", HERMES, [])),
+    ("hermes", f"{HERMES}\n\na b", ("a b", "", [BERN])),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}', ("", "", [BERN])),
     ("hermes", "<tool_call>no JSON</tool_call> and", ("<tool_call>no JSON</tool_call> and", "", [])),
     ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None),  # type: ignore[list-item]
