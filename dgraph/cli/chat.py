@@ -15,6 +15,7 @@ import typer
 
 from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
+from dgraph.cli.completion import completing
 from dgraph.cli.conversation import Conversation
 from dgraph.cli.output import ERR, OUT, print_text, status
 from dgraph.cli.streaming import LEGEND, followed, interrupted, view_of
@@ -42,7 +43,10 @@ def chat(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="As for `dgraph generate`.", show_default=f"{PREFERRED} if its base is installed, else {SMALLER}"
+            help="As for `dgraph generate`.",
+            show_default=f"{PREFERRED} if its base is installed, else {SMALLER}",
+            autocompletion=completing("models"),
+            callback=given.fetched,
         ),
     ] = None,
     recipe: args.Recipe = "focus",
@@ -158,7 +162,9 @@ class Chat:
             self._engine.close(drain=False)
         self._compiled, self._engine = made, engine
         given_options = [f"{name}={value}" for name, value in options.items()]
-        args.tell_backend(self._context, made, model=self._model.name, recipe=recipe, option=given_options)
+        named = self._context.params["model"] or self._model.name
+        # The format of keys is among the options.
+        args.tell_backend(self._context, made, model=named, recipe=recipe, option=given_options, kv_dtype=())
 
     def run(self) -> None:
         """Read and answer lines until they end, or /exit."""

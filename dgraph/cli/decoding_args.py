@@ -137,10 +137,10 @@ def command_line(context: typer.Context, name: str, *more: str, **instead: Any) 
     """
     from dgraph.cli.app import Imported
 
-    known, there = {param.name for param in Imported()[name].params}, {**said(context), **instead}
+    there = {**said(context), **instead}
     words = ["dgraph", name]
-    for param in context.command.params:
-        if param.name not in known or param.name not in there or param.name == "json":
+    for param in Imported()[name].params:
+        if param.name not in there or param.name == "json":
             continue
         value = there[param.name]
         for one in value if isinstance(value, (list, tuple)) else [value]:

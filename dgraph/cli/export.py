@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.output import print_json, print_text, status
 from dgraph.errors import InputError
@@ -14,7 +15,7 @@ from dgraph.errors import InputError
 def export(
     model: given.Model,
     out: Annotated[str, typer.Option(metavar="FILE.pt2", help="The file to write.", show_default=False)],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="See `dgraph recipes`.")] = "focus",
+    recipe: args.Recipe = "focus",
     phase: Annotated[str, typer.Option(help="The phase to export; see `dgraph dump`.")] = "step",
     option: given.Options = None,
     kv_dtype: given.KvDtype = None,

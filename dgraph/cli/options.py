@@ -32,11 +32,11 @@ MODEL = (
 """Help for an argument that names a model."""
 
 
-def fetched(context: typer.Context, model: str) -> str:
+def fetched(context: typer.Context, model: str | None) -> str | None:
     """A model's name, its checkpoint downloaded if it is an id of one: before a status line, for its bars."""
     from dgraph.families.hub import folder_of_id, is_id
 
-    if not context.resilient_parsing and is_id(model):
+    if model is not None and not context.resilient_parsing and is_id(model):
         folder_of_id(model)
     return model
 

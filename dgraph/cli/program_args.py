@@ -16,7 +16,7 @@ Trust = Annotated[
 
 _COMPILED = (
     *("recipe", "option", "kv_dtype", "backend", "buckets", "check"),
-    *("dtype", "weights", "device", "fact", "calibration"),
+    *("dtype", "weights", "adapter", "device", "fact", "calibration"),
 )
 """Parameters that say how a program is compiled."""
 _OF_MODELS = ("data", "out", "ray", "replicas", "tp")

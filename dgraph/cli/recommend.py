@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dgraph.cli import decoding_args as args
 from dgraph.cli import options as given
 from dgraph.cli.output import print_json, print_table, print_text, status
 from dgraph.cli.units import read_size, size_text
@@ -51,6 +52,7 @@ class Choice:
 
 
 def recommend(
+    context: typer.Context,
     model: given.Model,
     memory: Annotated[
         str | None, typer.Option(help="Memory limit in bytes, as 24G.", show_default="the GPU's; 4G on a CPU")
@@ -76,14 +78,13 @@ def recommend(
     loaded = {"dtype": given.torch_dtype(dtype), "device": where, "facts": facts}
     with status("loading") as tell:
         found = _choose(model, loaded, limit, batch, prompt, max_new_tokens, tell)
-    command = ["dgraph serve", model, "-r", found.recipe, "--max-sequences", str(batch)]
-    command += ["--weights", found.weights] if found.weights else []
-    command += ["--kv-dtype", found.kv_dtype] if found.kv_dtype else []
-    command += ["--device", device] if device else []
+    formats = {"weights": found.weights, "kv_dtype": found.kv_dtype}
+    chosen = {"recipe": found.recipe, "max_sequences": batch, **{name: said for name, said in formats.items() if said}}
+    command = args.command_line(context, "serve", **chosen)
     if json:
-        print_json(_facts(found, " ".join(command)))
+        print_json(_facts(found, command))
     else:
-        _show(found, batch, prompt + max_new_tokens, " ".join(command))
+        _show(found, batch, prompt + max_new_tokens, command)
 
 
 def _choose(
@@ -154,19 +155,13 @@ def _recipe(spec: ModelSpec, kind: str, batch: int, prompt: int) -> tuple[str, l
     if far := arms[0].distance(batch, prompt):
         why.append(f"the nearest measured setting is {arms[0].setting}, {far:.1f} doublings from what was asked.")
     best = left[0].recipe if left else SAFE
-    if best == SAFE and (left and left[0].recipe == SAFE):
+    if left and best == SAFE:
         why.append(f"no recipe was faster than {SAFE} there.")
     return best, arms, why
 
 
-def _costs(recipe: str) -> list[str]:
-    from dgraph.recipes.costs import measured
-
-    return [str(cost) for part in recipe.split("+") for cost in measured(part)]
-
-
 def _facts(found: Choice, command: str) -> dict[str, Any]:
-    from dgraph.recipes.evidence import formats
+    from dgraph.recipes.evidence import costs_of, formats
 
     cost = formats().get(found.weights or "")
     return {
@@ -176,7 +171,7 @@ def _facts(found: Choice, command: str) -> dict[str, Any]:
         "fits": found.fits,
         "memory": found.profile.to_json(),
         "evidence": found.arms,
-        "costs": _costs(found.recipe),
+        "costs": [*map(str, costs_of(found.recipe))],
         "weights_cost": cost,
         "why": found.why,
         "command": command,
@@ -184,7 +179,7 @@ def _facts(found: Choice, command: str) -> dict[str, Any]:
 
 
 def _show(found: Choice, batch: int, length: int, command: str) -> None:
-    from dgraph.recipes.evidence import formats
+    from dgraph.recipes.evidence import costs_of, formats
 
     memory, best = found.profile, next((arm for arm in found.arms if arm.recipe == found.recipe), None)
     rows = "not counted in that setting" if best is None or best.rows_per_token is None else f"{best.rows_per_token:g}"
@@ -202,7 +197,7 @@ def _show(found: Choice, batch: int, length: int, command: str) -> None:
             f"{size_text(memory.weights)}, activations {size_text(memory.activations)} predicted, "
             f"{size_text(memory.kv_cost.position)} per position)",
         ),
-        *(("right answers", text) for text in _costs(found.recipe)),
+        *(("right answers", text) for text in map(str, costs_of(found.recipe))),
     ]
     if found.weights is not None:
         cost = formats().get(found.weights)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dgraph.cli import options as given
+from dgraph.cli.completion import completing
 from dgraph.cli.output import ERR, print_text, status
 from dgraph.cli.ranks import leads, ranks
 from dgraph.errors import InputError
@@ -32,7 +33,9 @@ REPLICAS = "Replicas"
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help=given.MODEL, callback=given.fetched)] = MODEL,
+    model: Annotated[
+        str, typer.Argument(help=given.MODEL, autocompletion=completing("models"), callback=given.fetched)
+    ] = MODEL,
     recipe: Annotated[
         list[str] | None,
         typer.Option(

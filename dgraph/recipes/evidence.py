@@ -113,10 +113,14 @@ def nearest(
     return sorted((m for m in table if recipes is None or m.recipe in recipes), key=Measured.better, reverse=True)
 
 
+def costs_of(recipe: str) -> list[Cost]:
+    """Measured costs of a recipe, or of the parts of a combination."""
+    return [cost for part in recipe.split("+") for cost in measured(part)]
+
+
 def losses(recipe: str) -> Sequence[Cost]:
-    """Measured costs of a recipe, or of the parts of a combination, whose whole interval lies below 0."""
-    costs = [cost for part in recipe.split("+") for cost in measured(part)]
-    return [cost for cost in costs if cost.within is not None and cost.within[1] < 0]
+    """Costs whose whole interval lies below 0."""
+    return [cost for cost in costs_of(recipe) if cost.within is not None and cost.within[1] < 0]
 
 
 @functools.cache

@@ -22,7 +22,7 @@ def test_a_recipe_with_its_evidence(run: Run, folder: Path) -> None:
     assert ["rows", "per", "token", "3.68"] in lines
     assert "benchmarks/results/hard.md" in result.stdout
     assert "no time was measured" in result.stdout
-    assert result.stdout.endswith(f"dgraph serve {folder} -r focus --max-sequences 2\n")
+    assert result.stdout.endswith(f"dgraph serve {folder} --recipe focus --max-sequences 2\n")
 
 
 def test_less_memory_takes_smaller_formats(run: Run, folder: Path) -> None:
